@@ -1,0 +1,15 @@
+"""Stages, and the executors that carry a schedule out on them."""
+
+from petra.execution.local import LocalExecutor, Observer
+from petra.execution.partition import partition
+from petra.execution.stage import BackwardMessage, Finished, NonFiniteLoss, Stage
+
+__all__ = [
+    "BackwardMessage",
+    "Finished",
+    "LocalExecutor",
+    "NonFiniteLoss",
+    "Observer",
+    "Stage",
+    "partition",
+]

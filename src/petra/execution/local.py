@@ -1,0 +1,132 @@
+"""Carries a schedule out in one process, stage by stage, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from petra.execution.stage import BackwardMessage, Finished, Stage
+from petra.reversible.coupling import Streams
+from petra.schedule import Action, Kind, Order, Tick
+
+Observer = Callable[[int, Action, Stage], None]
+
+
+class LocalExecutor:
+    """All stages in one process. Which stage does what, and when, is the order's word alone.
+
+    Messages wait under the micro-batch they belong to until the schedule has them used, and nobody
+    writes into a message, so a stream that is passed through may share its memory with the next.
+    """
+
+    def __init__(self, stages: Sequence[Stage], order: Order) -> None:
+        assert len(stages) == order.stages
+        self.stages = list(stages)
+        self.order = order
+        self.observers: list[Observer] = []
+        """Called after every action with the tick, the action and its stage."""
+        self.acting: int | None = None
+        """The stage that is at work."""
+        self.ups: list[dict[int, Streams]] = [{} for _ in stages]
+        """For each stage, the inputs that wait for it."""
+        self.downs: list[dict[int, BackwardMessage]] = [{} for _ in stages]
+        """For each stage, what has come back from the stage above."""
+        self.targets: dict[int, Any] = {}
+        self._start = 0  # the first micro-batch since the pipeline was last empty
+        self._fed = 0  # how many have been read since
+        self._tick = 0  # how many ticks have passed since
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches have been read in all."""
+        return self._start + self._fed
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a micro-batch is somewhere in the pipeline, or in a gradient that waits for its update."""
+        return self._fed > 0
+
+    def tick(self, inputs: Streams, targets: Any) -> list[Finished]:
+        """Read one micro-batch and let every stage do what the order has it do; what reached the loss."""
+        self.ups[0][self.microbatches] = inputs
+        self.targets[self.microbatches] = targets
+        self._fed += 1
+        finished = self._perform(self.order.tick(self._tick, self._fed))
+        self._tick += 1
+        return finished
+
+    def drain(self) -> list[Finished]:
+        """Finish what is in flight and update with what is left; the next tick fills the pipeline anew."""
+        finished = []
+        for tick in range(self._tick, self.order.ticks(self._fed)):
+            self._tick = tick
+            finished += self._perform(self.order.tick(tick, self._fed))
+        finished += self._perform(self.order.closing(self._fed))
+        self._start, self._fed, self._tick = self.microbatches, 0, 0
+        assert not any((*self.ups, *self.downs, self.targets, *(stage.kept for stage in self.stages)))
+        return finished
+
+    def predict(self, inputs: Streams) -> Streams:
+        """Outputs of the network in evaluation mode, with the weights of this moment."""
+        for stage in self.stages:
+            inputs = stage.predict(inputs)
+        return inputs
+
+    def _perform(self, tick: Tick) -> list[Finished]:
+        finished = []
+        for phase in tick:
+            for action in phase:
+                finished += self._act(action)
+        return finished
+
+    def _act(self, action: Action) -> list[Finished]:
+        stage = self.stages[action.stage]
+        self.acting = stage.index
+        microbatch = self._start + action.microbatch
+        finished = []
+        if action.kind is Kind.FORWARD:
+            outputs = stage.forward(microbatch, self.ups[stage.index].pop(microbatch))
+            if stage.last:
+                finished.append(stage.finish(microbatch, outputs, self.targets.pop(microbatch)))
+            else:
+                self.ups[stage.index + 1][microbatch] = outputs
+        elif action.kind is Kind.BACKWARD:
+            message = stage.backward(microbatch, self.downs[stage.index].pop(microbatch, None))
+            if stage.index > 0:
+                below = self.stages[stage.index - 1]
+                streams = message.streams if below.needs_outputs else None
+                self.downs[below.index][microbatch] = BackwardMessage(streams, message.gradients)
+        else:
+            stage.update()
+        self.acting = None
+        for observe in self.observers:
+            observe(self._tick, Action(stage.index, action.kind, microbatch), stage)
+        return finished
+
+    def messages(self, stage: int) -> list[Tensor]:
+        """The tensors that wait for a stage; for the first, that is data."""
+        ups = [x for streams in self.ups[stage].values() for x in streams]
+        downs = [x for m in self.downs[stage].values() for x in (*(m.streams or ()), *m.gradients)]
+        return [x for x in (*ups, *downs) if x is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything in flight, and each stage's own state."""
+        return {
+            "start": self._start,
+            "fed": self._fed,
+            "tick": self._tick,
+            "ups": self.ups,
+            "downs": [{m: (d.streams, d.gradients) for m, d in downs.items()} for downs in self.downs],
+            "targets": self.targets,
+            "stages": [stage.state_dict() for stage in self.stages],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._start, self._fed, self._tick = state["start"], state["fed"], state["tick"]
+        self.ups = [dict(ups) for ups in state["ups"]]
+        self.downs = [{m: BackwardMessage(*d) for m, d in downs.items()} for downs in state["downs"]]
+        self.targets = dict(state["targets"])
+        for stage, saved in zip(self.stages, state["stages"], strict=True):
+            stage.load_state_dict(saved)

@@ -1,0 +1,194 @@
+"""One stage: its layers, what it keeps, its gradients and its optimizer. Knows nothing of its neighbours.
+
+Executors call `forward`, `backward` and `update` in the order of the schedule and carry the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra.execution.stash import WeightStash
+from petra.methods import Chain, Kept, Method
+from petra.reversible.coupling import Gradients, ParameterGradients, Streams, leaves, vjp
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss of a micro-batch is NaN or infinite; nothing of that micro-batch has been used."""
+
+
+@dataclass(frozen=True)
+class BackwardMessage:
+    """What a stage sends down: gradients, and where they were taken if the stage below needs that."""
+
+    streams: Streams | None
+    gradients: Gradients
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A micro-batch that has reached the loss."""
+
+    microbatch: int
+    loss: Tensor
+    outputs: Any
+    targets: Any
+
+
+class Stage:
+    """Stage ``index`` of ``count``."""
+
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        chain: Chain,
+        method: Method,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        loss: Loss | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.index = index
+        self.last = index == count - 1
+        self.chain = chain
+        self.method = method
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.loss = loss
+        self.clip_norm = clip_norm
+        self.parameters = chain.parameters()
+        self.needs_outputs = method.needs_outputs(chain)
+        self.kept: dict[int, Kept] = {}
+        self.stash = WeightStash(self.parameters) if method.stashes_weights else None
+        self.updates = 0
+        self._accumulated = 0
+        self._from_loss: dict[int, BackwardMessage] = {}
+
+    def forward(self, microbatch: int, inputs: Streams) -> Streams:
+        """Outputs of the stage; what its backward will need is kept."""
+        outputs, self.kept[microbatch] = self.method.forward(self.chain, microbatch, inputs, self.last)
+        if self.stash is not None:
+            self.stash.keep(microbatch)
+        return outputs
+
+    def finish(self, microbatch: int, outputs: Streams, targets: Any) -> Finished:
+        """On the last stage: the loss, and its gradient ready for `backward` (Alg. 1, lines 28-29)."""
+        assert self.loss is not None
+        leaf = leaves(outputs)
+        with torch.enable_grad():
+            loss = self.loss(_single(leaf), targets)
+        if not torch.isfinite(loss):
+            raise NonFiniteLoss(
+                f"the loss of micro-batch {microbatch} on stage {self.index} is {float(loss.detach())}: "
+                "look for NaN in the data, or lower the learning rate; weights are as before this micro-batch"
+            )
+        gradients = vjp((loss,), leaf, [], (torch.ones_like(loss),)).gradients
+        streams = outputs if self.needs_outputs else None
+        self._from_loss[microbatch] = BackwardMessage(streams, gradients)
+        return Finished(microbatch, loss.detach(), _single(outputs), targets)
+
+    def backward(self, microbatch: int, message: BackwardMessage | None) -> BackwardMessage:
+        """Take the message from above back to the stage's inputs; gradients of parameters are added up."""
+        if message is None:
+            message = self._from_loss.pop(microbatch)
+        weights = None if self.stash is None else self.stash.take(microbatch)
+        streams, gradients, parameters = self.method.backward(
+            self.chain, microbatch, self.kept.pop(microbatch), message.streams, message.gradients, weights
+        )
+        self._accumulate(parameters, (*message.gradients, *gradients))
+        return BackwardMessage(streams, gradients)
+
+    def _accumulate(self, found: ParameterGradients, messages: Gradients) -> None:
+        if self._accumulated == 0:
+            for parameter in self.parameters:
+                parameter.grad = None
+        # A gradient may be the very tensor of a message or of another parameter (a bias that is added to a
+        # stream, say). Optimizers and clipping write into gradients, so each parameter gets its own.
+        taken = {g.untyped_storage().data_ptr() for g in messages if g is not None}
+        for parameter, gradient in found.items():
+            if parameter.grad is not None:
+                gradient = parameter.grad + gradient
+            elif gradient.untyped_storage().data_ptr() in taken or 0 in gradient.stride():
+                gradient = gradient.clone()
+            taken.add(gradient.untyped_storage().data_ptr())
+            parameter.grad = gradient
+        self._accumulated += 1
+
+    def update(self) -> None:
+        """One step with the mean of the gradients since the last one (Alg. 1, lines 20-22).
+
+        Gradients stay readable until the next backward.
+        """
+        if self._accumulated > 1:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / self._accumulated
+        self._accumulated = 0
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        if self.stash is not None:
+            self.stash.before_update()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.updates += 1
+
+    def predict(self, inputs: Streams) -> Streams:
+        """Outputs in evaluation mode; touches nothing."""
+        return self.chain.predict(inputs)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Gradients of the parameters: those being added up, or the mean that the last update used."""
+        return [p.grad for p in self.parameters]
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """The tensors that live in the stage between actions, by what they are for."""
+        optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
+        buffers = [b for layer in self.chain.layers for b in layer.buffers()]
+        return {
+            "weights": [p.detach() for p in self.parameters] + buffers,
+            "optimizer": [v for state in optimizer for v in state.values() if isinstance(v, Tensor)],
+            "gradients": [g for g in self.gradients() if g is not None],
+            "stashed weights": [w for copy in self.stash.copies.values() for w in copy] if self.stash else [],
+            "inputs": [x for kept in self.kept.values() for streams in kept.inputs for x in streams],
+            "graph": [x for kept in self.kept.values() if kept.tape is not None for x in kept.tape.inputs],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights, between two ticks."""
+        assert not self._from_loss
+        assert all(kept.tape is None for kept in self.kept.values())
+        return {
+            "kept": {microbatch: kept.inputs for microbatch, kept in self.kept.items()},
+            "stash": self.stash.state_dict() if self.stash is not None else None,
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "gradients": self.gradients(),
+            "accumulated": self._accumulated,
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = {microbatch: Kept(inputs=inputs) for microbatch, inputs in state["kept"].items()}
+        if self.stash is not None:
+            self.stash.load_state_dict(state["stash"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        for parameter, gradient in zip(self.parameters, state["gradients"], strict=True):
+            parameter.grad = gradient
+        self._accumulated = state["accumulated"]
+        self.updates = state["updates"]
+
+
+def _single(streams: Streams) -> Tensor | Streams:
+    return streams[0] if len(streams) == 1 else streams

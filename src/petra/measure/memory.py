@@ -1,0 +1,153 @@
+"""Live bytes of every stage, by what they are for, counted from the tensors themselves on any device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, fields
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from petra.execution import LocalExecutor, Stage
+from petra.schedule import Action
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage: at rest between two ticks, and ``graph`` at its peak within a tick."""
+
+    weights: int
+    optimizer: int
+    gradients: int
+    stashed_weights: int
+    inputs: int
+    messages: int
+    graph: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(asdict(self).values())
+
+    @property
+    def activations(self) -> int:
+        """What depends on the batch: kept inputs, messages and graph."""
+        return self.inputs + self.messages + self.graph
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' memory, shared memory counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def at_rest(executor: LocalExecutor) -> list[StageMemory]:
+    """What every stage holds now, between two ticks."""
+    rows = []
+    for stage in executor.stages:
+        held = {name.replace(" ", "_"): nbytes(tensors) for name, tensors in stage.held().items()}
+        held.pop("graph")
+        rows.append(StageMemory(**held, messages=nbytes(executor.messages(stage.index))))
+    return rows
+
+
+class MemoryProbe(AbstractContextManager["MemoryProbe"]):
+    """Measures what happens inside it, usually one tick: peak graph bytes of each stage and of them all.
+
+    Graphs are counted through autograd's hooks for saved tensors; memory that belongs to weights, messages
+    or kept inputs anyway is not counted again.
+    """
+
+    def __init__(self, executor: LocalExecutor) -> None:
+        self.executor = executor
+        self.rest = at_rest(executor)
+        """Before the tick."""
+        self.activation_peak = 0
+        """The most bytes of kept inputs, messages and graphs at any moment, of all stages together."""
+        self._graph = Counter[int]()  # stage -> live bytes
+        self._peak = Counter[int]()
+        self._users = Counter[int]()  # storage -> saved tensors in it
+        self._stack = ExitStack()
+
+    @property
+    def stages(self) -> list[StageMemory]:
+        """Each stage with the peak of its graph."""
+        return [StageMemory(**{**asdict(row), "graph": self._peak[stage]}) for stage, row in enumerate(self.rest)]
+
+    def __enter__(self) -> MemoryProbe:
+        self._survey()
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+        self.executor.observers.append(self._observe)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.executor.observers.remove(self._observe)
+        self._stack.close()
+
+    def _observe(self, tick: int, action: Action, stage: Stage) -> None:
+        self._survey()
+
+    def _survey(self) -> None:
+        """Look at what is held between two actions."""
+        held, fixed = [], []
+        for stage in self.executor.stages:
+            tensors = stage.held()
+            held += [*tensors["inputs"], *self.executor.messages(stage.index)]
+            fixed += [*tensors["weights"], *tensors["stashed weights"]]
+        self._resting = nbytes(held)
+        self._known = {t.untyped_storage().data_ptr() for t in (*held, *fixed)}
+        self._note()
+
+    def _note(self) -> None:
+        self.activation_peak = max(self.activation_peak, self._resting + self._graph.total())
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        storage = tensor.untyped_storage()
+        stage = self.executor.acting
+        if stage is None or storage.data_ptr() in self._known:
+            return _Saved(tensor, None)
+        self._users[storage.data_ptr()] += 1
+        if self._users[storage.data_ptr()] == 1:
+            self._graph[stage] += storage.nbytes()
+            self._peak[stage] = max(self._peak[stage], self._graph[stage])
+            self._note()
+        return _Saved(tensor, (self, stage))
+
+    @staticmethod
+    def _unpack(saved: _Saved) -> Tensor:
+        return saved.tensor
+
+    def _release(self, tensor: Tensor, stage: int) -> None:
+        storage = tensor.untyped_storage()
+        self._users[storage.data_ptr()] -= 1
+        if self._users[storage.data_ptr()] == 0:
+            self._graph[stage] -= storage.nbytes()
+
+
+class _Saved:
+    """A tensor that autograd keeps; tells the probe when it is let go."""
+
+    def __init__(self, tensor: Tensor, owner: tuple[MemoryProbe, int] | None) -> None:
+        self.tensor = tensor.detach()  # the tensor itself could hold its own graph alive
+        self.owner = owner
+
+    def __del__(self) -> None:
+        if self.owner is not None:
+            probe, stage = self.owner
+            probe._release(self.tensor, stage)
+
+
+def table(rows: list[StageMemory]) -> str:
+    """A row a stage, in MiB."""
+    names = [field.name for field in fields(StageMemory)]
+    lines = [["stage", *(name.replace("_", " ") for name in names), "total"]]
+    for stage, row in enumerate(rows):
+        values = [*(getattr(row, name) for name in names), row.total]
+        lines.append([str(stage), *(f"{value / 2**20:.2f}" for value in values)])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names) + 2)]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines)

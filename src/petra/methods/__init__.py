@@ -1,0 +1,33 @@
+"""The family of training methods, each a small stateless object."""
+
+from petra.methods.backprop import Backprop, GPipeBackprop, OneForwardOneBackwardBackprop
+from petra.methods.chain import Chain, LayerError, Segment, Settings, Tape
+from petra.methods.delayed import Checkpointed, Delayed
+from petra.methods.method import Kept, Method
+from petra.methods.petra import Petra, ReversibleBackprop, StashedPetra
+from petra.names import unknown
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Backprop(),
+        ReversibleBackprop(),
+        Petra(),
+        StashedPetra(),
+        Checkpointed(),
+        Delayed(),
+        GPipeBackprop(),
+        OneForwardOneBackwardBackprop(),
+    )
+}
+"""All methods by name."""
+
+
+def find(name: str) -> Method:
+    """The method of a name, or an error that helps."""
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name]
+
+
+__all__ = ["METHODS", "Chain", "Kept", "LayerError", "Method", "Segment", "Settings", "Tape", "find"]

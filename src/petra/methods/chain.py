@@ -1,0 +1,211 @@
+"""A stage's layers as functions of streams, weights and micro-batch: evaluate, record, reverse.
+
+Every evaluation of a micro-batch draws the same random numbers, runs under the same autocast state, and
+of its evaluations exactly one counts for running statistics: the one that records a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from petra.reversible.coupling import (
+    Coupling,
+    Gradients,
+    ParameterGradients,
+    Reversal,
+    Streams,
+    add_gradients,
+    leaves,
+    trainable,
+    vjp,
+)
+from petra.reversible.layer import ReversibleLayer
+from petra.reversible.network import as_streams, runs
+from petra.reversible.randomness import derived_seed, forked, seed_generators
+from petra.reversible.statistics import frozen_statistics, normalisations
+
+
+class LayerError(ValueError):
+    """A layer that failed on what it was given."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How layers are evaluated."""
+
+    device: torch.device
+    seed: int = 0
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers that a method treats alike: reversed from output, or recorded from input."""
+
+    reversible: bool
+    layers: tuple[nn.Module, ...]
+    first: int
+    """The index of the first layer in the whole network."""
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A recorded evaluation, ready to be differentiated once."""
+
+    inputs: Streams
+    outputs: Streams
+    parameters: list[nn.Parameter]
+
+    def gradients(self, gradients: Gradients) -> Reversal:
+        """Take the gradients of the outputs back to inputs and parameters."""
+        return vjp(self.outputs, self.inputs, self.parameters, gradients)
+
+
+class Chain:
+    """The layers of one stage."""
+
+    def __init__(self, layers: Sequence[nn.Module], first: int, settings: Settings) -> None:
+        self.layers = tuple(layers)
+        self.settings = settings
+        self.whole = Segment(False, self.layers, first)
+        self.segments: list[Segment] = []
+        """The layers cut where reversible ones begin and end."""
+        for reversible, run in runs(self.layers):
+            self.segments.append(Segment(reversible, tuple(run), first))
+            first += len(run)
+        self._norms = normalisations(self.layers)
+
+    @property
+    def reversible(self) -> bool:
+        """Whether the whole stage can be reconstructed from its output."""
+        return all(segment.reversible for segment in self.segments)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of the stage, each once."""
+        return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
+
+    def evaluate(self, segment: Segment, streams: Streams, microbatch: int) -> Streams:
+        """Outputs alone: no graph, running statistics left as they are."""
+        with torch.no_grad(), self._evaluation(), frozen_statistics(self._norms):
+            for key, part in _parts(segment):
+                self._seed(key, microbatch)
+                streams = _apply(key, part, streams)
+        return streams
+
+    def predict(self, streams: Streams) -> Streams:
+        """Outputs in evaluation mode; the layers are in the mode they were in before afterwards."""
+        training = [m for layer in self.layers for m in layer.modules() if m.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.no_grad(), self._evaluation():
+                for key, part in _parts(self.whole):
+                    streams = _apply(key, part, streams)
+        finally:
+            for module in training:
+                module.training = True
+        return streams
+
+    def record(self, segment: Segment, streams: Streams, microbatch: int) -> Tape:
+        """Outputs with their graph."""
+        # Nobody wants the gradient of the data.
+        inputs = streams = leaves(streams) if segment.first > 0 else tuple(x.detach() for x in streams)
+        with torch.enable_grad(), self._evaluation():
+            for key, part in _parts(segment):
+                self._seed(key, microbatch)
+                streams = _apply(key, part, streams)
+        return Tape(inputs, streams, trainable(segment.layers))
+
+    def reverse(self, segment: Segment, streams: Streams, gradients: Gradients, microbatch: int) -> Reversal:
+        """Inputs and gradients from the outputs of a reversible segment, one coupling after the other."""
+        total: ParameterGradients = {}
+        with self._evaluation():
+            for key, coupling in reversed(list(_parts(segment))):
+                assert isinstance(coupling, Coupling)
+                self._seed(key, microbatch)
+                streams, gradients, found = coupling.reverse(streams, gradients)
+                add_gradients(total, found)
+        return Reversal(streams, gradients, total)
+
+    def reverse_with(
+        self,
+        weights: Sequence[Tensor],
+        segment: Segment,
+        streams: Streams,
+        gradients: Gradients,
+        microbatch: int,
+    ) -> Reversal:
+        """Like `reverse`, but only the inputs come from the current weights; gradients from ``weights``."""
+        total: ParameterGradients = {}
+        with self._evaluation():
+            for key, coupling in reversed(list(_parts(segment))):
+                assert isinstance(coupling, Coupling)
+                self._seed(key, microbatch)
+                with torch.no_grad(), frozen_statistics(self._norms):
+                    streams = coupling.inverse(streams)
+                inputs = leaves(streams)
+                self._seed(key, microbatch)
+                with self.using(weights), torch.enable_grad():
+                    outputs = coupling.forward(inputs)
+                    _, gradients, found = vjp(outputs, inputs, trainable(coupling.modules), gradients)
+                add_gradients(total, found)
+        return Reversal(streams, gradients, total)
+
+    @contextmanager
+    def using(self, weights: Sequence[Tensor] | None) -> Iterator[None]:
+        """Inside, the parameters have other values; None stands for their own."""
+        if weights is None:
+            yield
+            return
+        parameters = self.parameters()
+        own = [p.data for p in parameters]
+        for parameter, value in zip(parameters, weights, strict=True):
+            parameter.data = value
+        try:
+            yield
+        finally:
+            for parameter, value in zip(parameters, own, strict=True):
+                parameter.data = value
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        device, dtype = self.settings.device, self.settings.autocast
+        # No cache of cast weights: it would outlive an update or a change of weights.
+        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+        with forked(device), autocast:
+            yield
+
+    def _seed(self, key: tuple[int, int], microbatch: int) -> None:
+        seed_generators(self.settings.device, derived_seed(self.settings.seed, *key, microbatch))
+
+
+def _parts(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Module]]:
+    """What is evaluated in one go and with one seed, keyed by layer and by coupling in the layer.
+
+    The key names the layer in the network, not in the stage: masks do not depend on where stages are cut.
+    """
+    for index, layer in enumerate(segment.layers, segment.first):
+        if isinstance(layer, ReversibleLayer):
+            for i, coupling in enumerate(layer.couplings()):
+                yield (index, i), coupling
+        else:
+            yield (index, 0), layer
+
+
+def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
+    try:
+        return part.forward(streams) if isinstance(part, Coupling) else as_streams(part(*streams))
+    except (RuntimeError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        shapes = ", ".join(str(tuple(x.shape)) for x in streams)
+        module = part.modules[0] if isinstance(part, Coupling) else part
+        raise LayerError(
+            f"layer {key[0]} ({type(module).__name__}) cannot take inputs of shape {shapes}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error

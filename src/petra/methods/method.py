@@ -1,0 +1,67 @@
+"""What a training method is: what a stage keeps, which weights it uses backward, when it acts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from petra.methods.chain import Chain, Tape
+from petra.reversible.coupling import Gradients, Reversal, Streams
+from petra.schedule import Order
+
+
+@dataclass
+class Kept:
+    """What a stage holds of one micro-batch between its forward and its backward."""
+
+    inputs: list[Streams] = field(default_factory=list)
+    """Inputs from which layers will be recomputed, lowest first."""
+    tape: Tape | None = None
+    """A recorded graph; of the topmost segment if there are inputs too."""
+
+
+class Method(ABC):
+    """A way of training. It holds no state: the stage owns what is kept."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    keeps: ClassVar[str]
+    """In words: what is kept per micro-batch in flight."""
+    backward_weights: ClassVar[str] = "current"
+    """In words: the weights of the backward pass."""
+    stashes_weights: ClassVar[bool] = False
+    """Whether the backward pass uses the weights of its forward pass."""
+    pipelined: ClassVar[bool] = True
+    """Whether stages work on different micro-batches, so that there are several orders to choose from."""
+
+    @abstractmethod
+    def order(self, stages: int, accumulate: int) -> Order:
+        """The order in which stages act, unless a pipelined method is given another."""
+
+    @abstractmethod
+    def forward(self, chain: Chain, microbatch: int, inputs: Streams, final: bool) -> tuple[Streams, Kept]:
+        """Outputs, and what to keep. ``final``: the backward of this micro-batch comes next."""
+
+    @abstractmethod
+    def backward(
+        self,
+        chain: Chain,
+        microbatch: int,
+        kept: Kept,
+        outputs: Streams | None,
+        gradients: Gradients,
+        weights: Sequence[Tensor] | None,
+    ) -> Reversal:
+        """Gradients of inputs and parameters, and the inputs that they were taken at.
+
+        ``outputs`` come from the stage above if `needs_outputs`; ``weights`` are those of the forward if
+        they are stashed and have changed since.
+        """
+
+    def needs_outputs(self, chain: Chain) -> bool:
+        """Whether the backward of this stage starts from its outputs."""
+        return False

@@ -1,0 +1,7 @@
+"""The networks: lists of layers, ignorant of how they are trained."""
+
+from petra.models.registry import Entry, create, entries, find, register
+from petra.models.resnet import resnet
+from petra.models.revnet import revnet
+
+__all__ = ["Entry", "create", "entries", "find", "register", "resnet", "revnet"]

@@ -1,0 +1,93 @@
+"""Pieces that ResNets and RevNets share: convolutions, stems, heads, initialisation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+StemKind = Literal["cifar", "imagenet"]
+
+
+def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution that keeps the size but for its stride; with bias, as in the PETRA paper's models."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2)
+
+
+def residual(channels: tuple[int, ...], kernels: tuple[int, ...], stride: int, last_relu: bool) -> nn.Sequential:
+    """conv-bn-relu for each kernel; the stride sits in the first 3×3 convolution."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    strided = kernels.index(3)
+    for i, kernel in enumerate(kernels):
+        layers[f"conv{i + 1}"] = conv(channels[i], channels[i + 1], kernel, stride if i == strided else 1)
+        layers[f"bn{i + 1}"] = nn.BatchNorm2d(channels[i + 1])
+        if last_relu or i < len(kernels) - 1:
+            layers[f"relu{i + 1}"] = nn.ReLU(inplace=True)
+    return nn.Sequential(layers)
+
+
+def basic(inputs: int, width: int, stride: int = 1, last_relu: bool = True) -> nn.Sequential:
+    """Two 3×3 convolutions."""
+    return residual((inputs, width, width), (3, 3), stride, last_relu)
+
+
+def bottleneck(inputs: int, width: int, stride: int = 1, last_relu: bool = True) -> nn.Sequential:
+    """A 3×3 convolution between two 1×1, the last of which widens four times."""
+    return residual((inputs, width, width, 4 * width), (1, 3, 1), stride, last_relu)
+
+
+def projection(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    """The 1×1 convolution that brings a shortcut to a new shape."""
+    return nn.Sequential(OrderedDict([("conv", conv(inputs, outputs, 1, stride)), ("bn", nn.BatchNorm2d(outputs))]))
+
+
+class Stem(nn.Module):
+    """The first layer: 3×3 for small images, 7×7 with stride and pooling for large ones.
+
+    With ``streams`` = 2 its channels are split into the two streams of a reversible network.
+    """
+
+    def __init__(self, inputs: int, width: int, kind: StemKind, streams: int) -> None:
+        super().__init__()
+        large = kind == "imagenet"
+        self.streams = streams
+        self.conv = conv(inputs, streams * width, 7 if large else 3, 2 if large else 1)
+        self.bn = nn.BatchNorm2d(streams * width)
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.pool(self.relu(self.bn(self.conv(x)))).chunk(self.streams, dim=1)  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """The last layer: average pooling of all streams and a linear classifier."""
+
+    def __init__(self, inputs: int, num_classes: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(inputs, num_classes)
+
+    def forward(self, *streams: Tensor) -> Tensor:
+        pooled = [x.mean(dim=(2, 3)) for x in streams]
+        return self.fc(torch.cat(pooled, dim=1))  # type: ignore[no-any-return]
+
+
+def initialise(network: nn.Module) -> None:
+    """He initialisation of convolutions, as ResNets use it."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def check_shape(depths: tuple[int, ...], width: int, num_classes: int, stem: str) -> None:
+    """Refuse sizes that make no network."""
+    if not depths or min(depths) < 1:
+        raise ValueError(f"depths is {depths}: give the number of blocks of each group, all 1 or more")
+    if width < 1 or num_classes < 1:
+        raise ValueError(f"width {width} and num_classes {num_classes} must both be 1 or more")
+    if stem not in ("cifar", "imagenet"):
+        raise ValueError(f"stem is {stem!r}: choose 'cifar' (3×3) or 'imagenet' (7×7 and pooling)")

@@ -1,0 +1,24 @@
+"""Reversible layers, exact backprop through them without stored activations, and a check that they invert."""
+
+from petra.reversible.backprop import plain_autograd, reversible_run
+from petra.reversible.check import Invertibility, check_invertible
+from petra.reversible.coupling import Additive, Coupling, Gradients, Reversal, Streams
+from petra.reversible.layer import CoupledLayer, ReversibleBlock, ReversibleLayer, ReversibleResidual
+from petra.reversible.network import Network
+
+__all__ = [
+    "Additive",
+    "CoupledLayer",
+    "Coupling",
+    "Gradients",
+    "Invertibility",
+    "Network",
+    "Reversal",
+    "ReversibleBlock",
+    "ReversibleLayer",
+    "ReversibleResidual",
+    "Streams",
+    "check_invertible",
+    "plain_autograd",
+    "reversible_run",
+]

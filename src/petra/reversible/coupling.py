@@ -1,0 +1,194 @@
+"""Couplings: the invertible steps that reversible layers are made of.
+
+A coupling maps streams to streams, back again, and takes gradients back through itself while it
+reconstructs its inputs. It holds no parameters and no state of its own: it is a view on the functions
+of the layer it belongs to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from petra.reversible.randomness import random_state, restore_random_state
+from petra.reversible.statistics import frozen_statistics, normalisations
+
+if TYPE_CHECKING:
+    from petra.reversible.layer import ReversibleLayer
+
+T = TypeVar("T")
+
+Streams = tuple[Tensor, ...]
+"""What flows between layers: one tensor, or two in a reversible run."""
+
+Gradients = tuple[Tensor | None, ...]
+"""A gradient for each stream; None stands for zero."""
+
+ParameterGradients = dict[nn.Parameter, Tensor]
+"""A gradient for each parameter that was used."""
+
+
+class Reversal(NamedTuple):
+    """What taking a gradient back through a reversible step gives."""
+
+    inputs: Streams
+    gradients: Gradients
+    parameters: ParameterGradients
+
+
+def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of the modules that want a gradient, each once."""
+    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+
+
+def add_gradients(total: ParameterGradients, more: ParameterGradients) -> None:
+    """Add ``more`` to ``total``, leaving the tensors of both as they are."""
+    for parameter, gradient in more.items():
+        total[parameter] = total[parameter] + gradient if parameter in total else gradient
+
+
+def vjp(outputs: Streams, inputs: Streams, parameters: list[nn.Parameter], gradients: Gradients) -> Reversal:
+    """Gradients of a recorded evaluation with regard to its inputs and parameters."""
+    pairs = [
+        (out, grad.to(out.dtype))  # under autocast a residual is of lower precision than its stream
+        for out, grad in zip(outputs, gradients, strict=True)
+        if grad is not None and out.requires_grad
+    ]
+    wanted = [*(x for x in inputs if x.requires_grad), *parameters]
+    if not pairs or not wanted:
+        return Reversal(inputs, tuple(None for _ in inputs), {})
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    into_inputs = tuple(next(found) if x.requires_grad else None for x in inputs)
+    into_parameters = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+    return Reversal(inputs, into_inputs, into_parameters)
+
+
+def leaves(streams: Streams) -> Streams:
+    """The same values as the start of a new graph."""
+    return tuple(
+        x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x.detach() for x in streams
+    )
+
+
+class Coupling(ABC):
+    """An invertible step."""
+
+    modules: tuple[nn.Module, ...]
+    """The functions that it evaluates, each once per direction."""
+
+    @abstractmethod
+    def forward(self, streams: Streams) -> Streams:
+        """Outputs from inputs."""
+
+    @abstractmethod
+    def inverse(self, streams: Streams) -> Streams:
+        """Inputs from outputs."""
+
+    @abstractmethod
+    def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
+        """Inputs, their gradients and the parameters' gradients from outputs and their gradients."""
+
+
+@dataclass(frozen=True)
+class Additive(Coupling):
+    """Adds ``function`` of one stream to another: target ← target + function(source).
+
+    With ``swap`` the two streams then change places, which makes one such step after another mix both.
+    """
+
+    function: nn.Module
+    source: int
+    target: int
+    swap: bool = False
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:  # type: ignore[override]
+        return (self.function,)
+
+    def forward(self, streams: Streams) -> Streams:
+        residual = self._evaluate(streams[self.source])
+        return self._place(streams[self.source], streams[self.target] + residual, self.swap)
+
+    def inverse(self, streams: Streams) -> Streams:
+        source, target = self._pick(streams)
+        return self._place(source, target - self._evaluate(source))
+
+    def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
+        # RevNet, Alg. 1: the evaluation that reconstructs the target also carries the graph of the vjp,
+        # so the function runs once.
+        source, target = self._pick(streams)
+        source_gradient, target_gradient = self._pick(gradients)
+        (leaf,) = leaves((source,))
+        with torch.enable_grad():
+            residual = self._evaluate(leaf)
+        _, (through,), parameters = vjp((residual,), (leaf,), trainable(self.modules), (target_gradient,))
+        inputs = self._place(source.detach(), target.detach() - residual.detach())
+        if source_gradient is None or through is None:
+            source_gradient = through if source_gradient is None else source_gradient
+        else:
+            source_gradient = source_gradient + through
+        return Reversal(inputs, self._place(source_gradient, target_gradient), parameters)
+
+    def _evaluate(self, x: Tensor) -> Tensor:
+        return evaluate_untouched(self.function, x)
+
+    def _pick(self, pair: tuple[T, ...]) -> tuple[T, T]:
+        source, target = pair[self.source], pair[self.target]
+        return (target, source) if self.swap else (source, target)
+
+    def _place(self, source: T, target: T, swap: bool = False) -> tuple[T, ...]:
+        placed = (source, target) if self.source < self.target else (target, source)
+        return placed[::-1] if swap else placed
+
+
+@dataclass(frozen=True)
+class Whole(Coupling):
+    """A layer of the user's own that brings ``forward`` and ``inverse``, taken as one step.
+
+    Taking gradients back evaluates it twice: once to invert, once for the graph.
+    """
+
+    layer: ReversibleLayer
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:  # type: ignore[override]
+        return (self.layer,)
+
+    def forward(self, streams: Streams) -> Streams:
+        return self.layer(*streams)  # type: ignore[no-any-return]
+
+    def inverse(self, streams: Streams) -> Streams:
+        return self.layer.inverse(*streams)
+
+    def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
+        device = streams[0].device
+        state = random_state(device)
+        with torch.no_grad(), frozen_statistics(normalisations(self.modules)):
+            inputs = leaves(self.inverse(streams))
+        restore_random_state(device, state)
+        with torch.enable_grad():
+            outputs = self.forward(inputs)
+        found = vjp(outputs, inputs, trainable(self.modules), gradients)
+        return found._replace(inputs=tuple(x.detach() for x in inputs))
+
+
+def evaluate_untouched(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function(x)``, refusing functions that overwrite ``x``: the stream is needed afterwards."""
+    version = None if x.is_inference() else x._version
+    y = function(x)
+    if version is not None and x._version != version:
+        raise ValueError(
+            f"{type(function).__name__} changes its input in place, but a reversible block passes that input "
+            "on: begin with an out-of-place operation, for example nn.ReLU() instead of nn.ReLU(inplace=True)"
+        )
+    if y.shape != x.shape:
+        raise ValueError(
+            f"{type(function).__name__} turns {tuple(x.shape)} into {tuple(y.shape)}: "
+            "a residual function must keep the shape of its stream"
+        )
+    return y

@@ -1,0 +1,52 @@
+"""Random state of the devices in use: saved, restored, and set for repeatable evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The default generators that modules on ``device`` may draw from: the CPU's and the device's."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        found.append(torch.cuda.default_generators[device.index or torch.cuda.current_device()])
+    return found
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """What `restore_random_state` takes."""
+    return [generator.get_state() for generator in generators(device)]
+
+
+def restore_random_state(device: torch.device, state: list[Tensor]) -> None:
+    """Continue drawing where ``state`` was taken."""
+    for generator, saved in zip(generators(device), state, strict=True):
+        generator.set_state(saved)
+
+
+@contextmanager
+def forked(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn or seeded inside, the caller's random state is as before afterwards."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random_state(device, state)
+
+
+def derived_seed(*key: int) -> int:
+    """A seed that is a fixed function of ``key``, the same in every process and on every machine."""
+    text = "/".join(map(str, key))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Make everything that is drawn on ``device`` from here on a function of ``seed``."""
+    for generator in generators(device):
+        generator.manual_seed(seed)

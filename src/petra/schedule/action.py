@@ -1,0 +1,42 @@
+"""One action of one stage: the atom every schedule is made of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+_PATTERN = re.compile(r"(\d+)([FBU])(\d+)")
+
+
+class Kind(StrEnum):
+    """What a stage does in one action."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    UPDATE = "U"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Stage ``stage`` does ``kind`` for micro-batch ``microbatch``, both counted from 0.
+
+    ``2F0`` is the forward of micro-batch 0 on stage 2. An update names the last micro-batch whose
+    gradient is in it.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what ``str(action)`` wrote."""
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not an action: write stage, F, B or U, and micro-batch, like 2F0")
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), Kind(kind), int(microbatch))

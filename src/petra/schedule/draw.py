@@ -1,0 +1,31 @@
+"""Draws a schedule as a table that a person can read: a row a stage, a column a phase."""
+
+from __future__ import annotations
+
+from petra.schedule.action import Action, Kind
+from petra.schedule.schedule import Schedule
+
+
+def draw(schedule: Schedule, mark: Action | None = None) -> str:
+    """The table, with the cell of ``mark`` between ``>`` and ``<``.
+
+    ::
+
+        tick      0     1        2
+        stage 0   F0    F1       F2 B0 U
+        stage 1   .     F0 B0 U  F1 B1 U
+    """
+    columns = [(t, phase) for t, tick in enumerate(schedule.ticks) for phase in tick]
+    rows = [["tick", *(f"{t}" if i == 0 or columns[i - 1][0] != t else "" for i, (t, _) in enumerate(columns))]]
+    for stage in range(schedule.stages):
+        row = [f"stage {stage}"]
+        for _, phase in columns:
+            row.append(" ".join(_cell(a, a == mark) for a in phase if a.stage == stage) or ".")
+        rows.append(row)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _cell(action: Action, marked: bool) -> str:
+    text = "U" if action.kind is Kind.UPDATE else f"{action.kind.value}{action.microbatch}"
+    return f">{text}<" if marked else text

@@ -1,0 +1,42 @@
+"""Reads pickles of plain values and numpy arrays, and nothing that could run code."""
+
+import codecs
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_reconstruct = np.empty(0).__reduce__()[0]
+
+_PERMITTED: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): codecs.encode,  # how Python 3 writes bytes in protocols 0 to 2
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _PERMITTED[module, name]
+        except KeyError:
+            raise ValueError(f"it asks for {module}.{name}") from None
+
+
+def read_pickle(path: Path) -> Any:
+    """The content of a pickle file; Python 2's strings come back as bytes."""
+    try:
+        with path.open("rb") as file:
+            return _PlainUnpickler(file, encoding="bytes").load()
+    except Exception as error:  # a malformed pickle can fail in any way at all
+        raise ValueError(
+            f"{path} is not a readable pickle of plain arrays ({_first_line(error)}): "
+            "download it again from a source you trust"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,216 @@
+"""The trainer: a network, a method and a number of stages, driven one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra import methods
+from petra.execution import Finished, LocalExecutor, Stage, partition
+from petra.methods import Chain, Method, Settings
+from petra.names import unknown
+from petra.reversible import Streams
+from petra.reversible.network import as_streams
+from petra.schedule import Order, Pipelined, lock_step, low_staleness
+
+Loss = Callable[[Any, Any], Tensor]
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+ORDERS: dict[str, Callable[[int, int], Order]] = {"low-staleness": low_staleness, "lock-step": lock_step}
+"""Orders of pipelined methods by name."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss and accuracy over a data set; the accuracy is None where it has no meaning."""
+
+    loss: float
+    accuracy: float | None
+    samples: int
+
+
+class Trainer:
+    """Trains ``network`` with ``method``, cut into ``stages``.
+
+    ``network`` is an ``nn.Sequential`` or `petra.Network`; it is trained in place. ``stages`` is their
+    number, or the number of layers of each. ``optimizer`` makes one for the parameters of a stage,
+    ``scheduler`` a learning-rate scheduler for it, stepped after every update of the stage. An update
+    uses the mean gradient of ``accumulate`` micro-batches, clipped to ``clip_norm`` stage by stage.
+    ``order`` is ``"low-staleness"`` or ``"lock-step"`` or the numbers of micro-batches in flight of
+    the stages, for pipelined methods. ``autocast`` is the dtype of residual functions; streams stay in
+    float32. ``seed`` decides dropout masks, which depend on layer and micro-batch, not on the cut.
+
+    >>> trainer = Trainer(network, loss=nn.functional.cross_entropy, stages=4,
+    ...                   optimizer=lambda p: torch.optim.SGD(p, 0.1))       # doctest: +SKIP
+    >>> for x, y in loader:
+    ...     trainer.step(x, y)                                               # doctest: +SKIP
+    >>> trainer.drain()                                                      # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        network: nn.Sequential,
+        *,
+        loss: Loss,
+        optimizer: OptimizerFactory,
+        method: str | Method = "petra",
+        stages: int | Sequence[int] = 1,
+        scheduler: SchedulerFactory | None = None,
+        accumulate: int = 1,
+        order: str | Sequence[int] | None = None,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(network, nn.Sequential):
+            raise ValueError(
+                f"network is a {type(network).__name__}: give a list of layers as nn.Sequential or petra.Network"
+            )
+        if clip_norm is not None and clip_norm <= 0:
+            raise ValueError(f"clip_norm is {clip_norm}: give a positive norm, or None for no clipping")
+        self.method = methods.find(method) if isinstance(method, str) else method
+        cuts = partition(len(network), stages)
+        self.order = choose_order(self.method, len(cuts), accumulate, order)
+        self.network = network
+        self.device = torch.device(device) if device is not None else _device_of(network)
+        network.to(self.device)
+        network.train()
+        _refuse_shared_parameters(network, cuts)
+        settings = Settings(self.device, seed, autocast)
+        made: list[Stage] = []
+        for index, cut in enumerate(cuts):
+            chain = Chain([network[i] for i in cut], cut.start, settings)
+            trained = [p for p in chain.parameters() if p.requires_grad]
+            own = optimizer(trained) if trained else None
+            made.append(
+                Stage(
+                    index,
+                    len(cuts),
+                    chain,
+                    self.method,
+                    own,
+                    scheduler(own) if scheduler is not None and own is not None else None,
+                    loss if index == len(cuts) - 1 else None,
+                    clip_norm,
+                )
+            )
+        self.loss = loss
+        self.executor = LocalExecutor(made, self.order)
+        self._layout = {
+            "method": self.method.name,
+            "stages": [len(cut) for cut in cuts],
+            "accumulate": accumulate,
+            "order": self.order.name,
+            "in_flight": [self.order.staleness(stage) for stage in range(len(cuts))],
+            "seed": seed,
+        }
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages, for looking at weights, gradients and what they hold."""
+        return self.executor.stages
+
+    def step(self, inputs: Tensor | Streams, targets: Any) -> list[Finished]:
+        """One tick: read one micro-batch; every stage does what is its turn. What reached the loss."""
+        streams = self._on_device(inputs)
+        if isinstance(targets, Tensor):
+            if targets.ndim and streams[0].ndim and len(targets) != len(streams[0]):
+                raise ValueError(f"{len(streams[0])} inputs but {len(targets)} targets in one micro-batch")
+            targets = targets.to(self.device, non_blocking=True)
+        return self.executor.tick(streams, targets)
+
+    def drain(self) -> list[Finished]:
+        """Finish everything in flight, so that every micro-batch has entered an update of every stage."""
+        return self.executor.drain()
+
+    def predict(self, inputs: Tensor | Streams) -> Any:
+        """Outputs in evaluation mode with the weights of this moment; nothing in flight is disturbed."""
+        outputs = self.executor.predict(self._on_device(inputs))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
+        """Loss and accuracy of ``batches``; nothing in flight is disturbed."""
+        loss, correct, samples, classifies = 0.0, 0, 0, True
+        for x, y in batches:
+            outputs, targets = self.predict(x), y.to(self.device)
+            loss += float(self.loss(outputs, targets)) * len(y)
+            samples += len(y)
+            right = count_correct(outputs, targets)
+            classifies = classifies and right is not None
+            correct += int(right) if right is not None else 0
+        if samples == 0:
+            raise ValueError("there is nothing to evaluate: the batches are empty")
+        return Evaluation(loss / samples, correct / samples if classifies else None, samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly."""
+        return {
+            "layout": self._layout,
+            "network": self.network.state_dict(),
+            "executor": self.executor.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken, with the same layout."""
+        for name, value in self._layout.items():
+            if state["layout"].get(name) != value:
+                raise ValueError(
+                    f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
+                    f"use the same {name} to resume it"
+                )
+        self.network.load_state_dict(state["network"])
+        self.executor.load_state_dict(state["executor"])
+
+    def _on_device(self, inputs: Tensor | Streams) -> Streams:
+        return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
+
+
+def choose_order(method: Method, stages: int, accumulate: int, order: str | Sequence[int] | None) -> Order:
+    """The order of a method: its own, or for pipelined ones the one that is asked for."""
+    if order is None:
+        return method.order(stages, accumulate)
+    if not method.pipelined:
+        raise ValueError(
+            f"{method.name} has one order only: leave the order out, or choose a pipelined method such as petra"
+        )
+    if isinstance(order, str):
+        if order not in ORDERS:
+            raise unknown("order", order, ORDERS)
+        return ORDERS[order](stages, accumulate)
+    if len(order) != stages:
+        raise ValueError(f"in_flight has {len(order)} numbers for {stages} stages: give one for each stage")
+    return Pipelined(order, accumulate, "in-flight")
+
+
+def count_correct(outputs: Any, targets: Any) -> Tensor | None:
+    """How many outputs have their largest entry at the target; None unless these are classes."""
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or targets.shape != outputs.shape[:1]:
+        return None
+    if targets.is_floating_point():
+        return None
+    correct: Tensor = (outputs.argmax(dim=1) == targets).sum()
+    return correct
+
+
+def _device_of(network: nn.Module) -> torch.device:
+    tensor = next(network.parameters(), None)
+    return tensor.device if tensor is not None else torch.device("cpu")
+
+
+def _refuse_shared_parameters(network: nn.Sequential, cuts: list[range]) -> None:
+    owner: dict[nn.Parameter, int] = {}
+    for index, cut in enumerate(cuts):
+        for layer in cut:
+            for name, parameter in network[layer].named_parameters():
+                if owner.setdefault(parameter, index) != index:
+                    raise ValueError(
+                        f"parameter {name} of layer {layer} belongs to stages {owner[parameter]} and {index}: "
+                        "each stage owns its weights, so put the layers that share it into one stage"
+                    )

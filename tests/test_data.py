@@ -1,0 +1,647 @@
+"""Data sets and batches: every loader on small generated files, and batches against a slow reference."""
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from petra.training.data import Batches, ImageData, describe, load
+from petra.training.data.augment import crop_and_flip, draw_moves
+from petra.training.data.seeds import generator
+
+Array = NDArray[Any]
+
+
+@contextmanager
+def refused(*words: object, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Expects one line that holds all these words."""
+    with pytest.raises(kind) as caught:
+        yield
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    for word in words:
+        assert str(word) in message
+
+
+def numbered(count: int, *, test: int = 3, crop_padding: int = 0, flip: bool = False) -> ImageData:
+    """Images 2x3x4 whose pixels, like their label, tell which sample they are; never zero."""
+    step = torch.arange(24, dtype=torch.float32).view(2, 3, 4) / 100
+
+    def images(n: int) -> Tensor:
+        return 1 + torch.arange(n).view(-1, 1, 1, 1) + step
+
+    labels = torch.arange(max(count, test))
+    return ImageData(
+        name="numbered",
+        train_images=images(count),
+        train_labels=labels[:count],
+        test_images=images(test),
+        test_labels=labels[:test],
+        num_classes=len(labels),
+        mean=(0.0, 0.0),
+        std=(1.0, 1.0),
+        crop_padding=crop_padding,
+        flip=flip,
+    )
+
+
+def equal(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x, u) and torch.equal(y, v) for (x, y), (u, v) in pairs)
+
+
+# --- batches ---
+
+
+@settings(deadline=None, max_examples=60)
+@given(count=st.integers(1, 40), size=st.integers(1, 50), epoch=st.integers(0, 5), seed=st.integers())
+def test_an_epoch_covers_each_sample_exactly_once(count: int, size: int, epoch: int, seed: int) -> None:
+    batches = Batches(numbered(count), "train", size, seed=seed, augment=False)
+    seen = list(batches.epoch(epoch))
+    assert batches.samples == count
+    assert len(seen) == len(batches) == -(-count // size)
+    assert [len(y) for _, y in seen[:-1]] == [size] * (len(seen) - 1)
+    labels = torch.cat([y for _, y in seen])
+    assert labels.sort().values.tolist() == list(range(count))
+    assert torch.equal(torch.cat([x for x, _ in seen]), numbered(count).train_images[labels])
+
+
+@settings(deadline=None, max_examples=40)
+@given(count=st.integers(1, 30), size=st.integers(1, 30), epoch=st.integers(0, 3), data=st.data())
+def test_resuming_gives_the_rest_of_the_epoch(count: int, size: int, epoch: int, data: st.DataObject) -> None:
+    batches = Batches(numbered(count, crop_padding=1, flip=True), "train", size, seed=3)
+    start = data.draw(st.integers(0, len(batches)))
+    whole = list(batches.epoch(epoch))
+    assert equal(list(batches.epoch(epoch, start)), whole[start:])
+
+
+def test_batches_depend_on_seed_epoch_and_index_alone() -> None:
+    data = numbered(32, crop_padding=1, flip=True)
+
+    def run(seed: int, epoch: int) -> list[tuple[Tensor, Tensor]]:
+        return list(Batches(data, "train", 8, seed=seed).epoch(epoch))
+
+    batches = Batches(data, "train", 8, seed=1)
+    first = list(batches.epoch(0))
+    assert equal(first, list(batches.epoch(0)))
+    assert equal(first, run(1, 0))
+    assert not equal(first, list(batches.epoch(1)))
+    assert not equal(first, run(2, 0))
+    one, other = batches.epoch(0), batches.epoch(1)  # interleaved iterators do not disturb each other
+    mixed = [(next(one), next(other)) for _ in range(len(batches))]
+    assert equal([pair[0] for pair in mixed], first)
+
+
+def test_each_batch_and_epoch_draws_its_own_moves() -> None:
+    same = dataclasses.replace(
+        numbered(64, crop_padding=2), train_images=torch.ones(64, 2, 3, 4)
+    )  # only the crops can tell these images apart
+    batches = Batches(same, "train", 16)
+    seen = [x for epoch in range(2) for x, _ in batches.epoch(epoch)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_seeds_are_stable() -> None:
+    # Recorded runs can be continued by later versions only as long as this number stays.
+    assert generator(0, "order", 0).initial_seed() == 6759659632403048684
+    assert generator(1, 23).initial_seed() != generator(12, 3).initial_seed()
+    assert generator(np.int64(7), "x").initial_seed() == generator(7, "x").initial_seed()
+
+
+def test_the_global_random_state_is_untouched() -> None:
+    before = torch.get_rng_state()
+    data = load("synthetic:3x8x8:4:20")
+    list(Batches(data, "train", 6).epoch(0))
+    list(Batches(load("digits"), "test", 100).epoch(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_test_split_comes_in_order_and_untouched() -> None:
+    data = numbered(2, test=7, crop_padding=1, flip=True)
+    seen = list(Batches(data, "test", 3).epoch(4))
+    assert [y.tolist() for _, y in seen] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert torch.equal(torch.cat([x for x, _ in seen]), data.test_images)
+
+
+def test_batches_never_share_memory_with_the_data() -> None:
+    data = numbered(4)
+    for split in ("train", "test"):
+        for x, y in Batches(data, split, 2, augment=False).epoch(0):
+            x.zero_()
+            y.zero_()
+    assert torch.equal(data.test_images, numbered(4).test_images)
+    assert torch.equal(data.train_labels, numbered(4).train_labels)
+
+
+def test_drop_last_leaves_out_the_uneven_batch() -> None:
+    batches = Batches(numbered(10), "train", 4, drop_last=True)
+    assert [len(y) for _, y in batches.epoch(0)] == [4, 4]
+    assert len(batches) == 2
+    assert len(Batches(numbered(8), "train", 4, drop_last=True)) == 2
+
+
+def slow_crop_and_flip(images: Tensor, moves: Tensor, padding: int) -> Tensor:
+    """One image and one pixel at a time."""
+    n, _, h, w = images.shape
+    out = torch.zeros_like(images)
+    for i in range(n):
+        top, left, mirrored = moves[:, i].tolist()
+        for y in range(h):
+            for x in range(w):
+                from_y = y + top - padding
+                from_x = (w - 1 - x if mirrored else x) + left - padding
+                if 0 <= from_y < h and 0 <= from_x < w:
+                    out[i, :, y, x] = images[i, :, from_y, from_x]
+    return out
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=st.tuples(*[st.integers(1, 5)] * 4),
+    padding=st.integers(0, 4),
+    flip=st.booleans(),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.uint8, torch.float32]),
+)
+def test_crop_and_flip_equal_the_slow_reference(
+    shape: tuple[int, ...], padding: int, flip: bool, seed: int, dtype: torch.dtype
+) -> None:
+    images = torch.randint(1, 256, shape, generator=generator(seed)).to(dtype)
+    moves = draw_moves(shape[0], padding, flip, generator(seed, "moves"))
+    assert torch.equal(crop_and_flip(images, moves, padding), slow_crop_and_flip(images, moves, padding))
+
+
+def test_moves_take_every_value_they_may() -> None:
+    top, left, mirrored = draw_moves(500, 2, True, generator(0)).tolist()
+    assert set(top) == set(left) == set(range(5))
+    assert set(mirrored) == {0, 1}
+    assert top != left
+    assert set(draw_moves(500, 2, False, generator(0))[2].tolist()) == {0}
+    assert set(draw_moves(500, 0, True, generator(0))[:2].flatten().tolist()) == {0}
+
+
+def test_a_batch_is_cropped_flipped_then_normalised() -> None:
+    data = load("synthetic:3x16x12:5:30", seed=4)
+    order = torch.randperm(30, generator=generator(9, "order", 2))
+    for i, (x, y) in enumerate(Batches(data, "train", 8, seed=9, dtype=torch.float64).epoch(2)):
+        index = order[8 * i : 8 * i + 8]
+        moves = draw_moves(len(index), 2, True, generator(9, "augment", 2, i))
+        pixels = slow_crop_and_flip(data.train_images[index], moves, 2).double() / 255
+        mean, std = (torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (data.mean, data.std))
+        torch.testing.assert_close(x, (pixels - mean) / std, rtol=0, atol=1e-12)
+        assert torch.equal(y, data.train_labels[index])
+
+
+def test_normalised_training_images_have_mean_0_and_std_1() -> None:
+    data = load("digits")
+    x, _ = next(Batches(data, "train", 2000, augment=False).epoch(0))
+    assert x.dtype == torch.float32
+    assert abs(float(x.mean())) < 1e-5
+    assert abs(float(x.std(correction=0)) - 1) < 1e-5
+
+
+def test_half_precision_rounds_once() -> None:
+    data = load("synthetic:3x8x8:4:20")
+    full = [x for x, _ in Batches(data, "train", 8).epoch(0)]
+    half = [x for x, _ in Batches(data, "train", 8, dtype=torch.bfloat16).epoch(0)]
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(full, half, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_every_device_sees_the_same_batches() -> None:
+    data = load("synthetic:3x32x32:10:100")
+    here = list(Batches(data, "train", 32, seed=5).epoch(1))
+    there = list(Batches(data, "train", 32, seed=5, device="cuda").epoch(1))
+    assert all(x.is_cuda and y.is_cuda for x, y in there)
+    assert equal(here, [(x.cpu(), y.cpu()) for x, y in there])
+
+
+def test_batches_refuse_what_makes_no_sense() -> None:
+    data = numbered(4)
+    with refused("'valid'", "'train' or 'test'"):
+        Batches(data, "valid", 2)  # type: ignore[arg-type]
+    with refused("batch_size is 0"):
+        Batches(data, "train", 0)
+    with refused("batch_size is 5", "4 images"):
+        Batches(data, "train", 5, drop_last=True)
+    with refused("augment", "test"):
+        Batches(data, "test", 2, augment=True)
+    with refused("torch.int64", "float"):
+        Batches(data, "train", 2, dtype=torch.int64)
+    batches = Batches(data, "train", 2)
+    with refused("epoch is -1"):
+        batches.epoch(-1)  # at the call, not at the first batch
+    for start in (-1, 3):
+        with refused(f"start is {start}", "0 to 2"):
+            batches.epoch(0, start)
+
+
+# --- data in memory ---
+
+
+def test_image_data_refuses_what_makes_no_sense() -> None:
+    good = numbered(4)
+    bad_pixels = good.train_images.clone()
+    bad_pixels[1, 0, 0, 0] = float("nan")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"train_images": bad_pixels}, "NaN"),
+        ({"test_images": good.test_images / 0}, "infinity"),
+        ({"train_labels": good.train_labels - 1}, "label -1"),
+        ({"num_classes": 3}, "label 3 is outside 0..2"),
+        ({"test_images": good.test_images[:0], "test_labels": good.test_labels[:0]}, "test split is empty"),
+        ({"test_images": good.test_images[..., :2]}, "(2, 3, 2)"),
+        ({"train_images": good.train_images[0]}, "NCHW"),
+        ({"train_images": good.train_images.long()}, "torch.int64"),
+        ({"train_labels": good.train_labels[:3]}, "for 4 images"),
+        ({"train_labels": good.train_labels.int()}, "torch.int32"),
+        ({"mean": (0.0,)}, "2 channels"),
+        ({"std": (1.0, 0.0)}, "std"),
+        ({"std": (1.0, float("nan"))}, "std"),
+        ({"crop_padding": -1}, "crop_padding is -1"),
+        ({"class_names": ("a", "b")}, "2 class names"),
+    ]
+    for change, words in cases:
+        with refused("numbered", words):
+            dataclasses.replace(good, **change)
+
+
+def test_digits() -> None:
+    data = load("digits")
+    assert data.input_shape == (1, 8, 8)
+    assert (len(data.train_images), len(data.test_images)) == (1437, 360)
+    assert (data.num_classes, data.crop_padding, data.flip) == (10, 1, False)
+    assert data.train_images.dtype == torch.uint8
+    assert set(data.train_images.unique().tolist()) == {round(v * 255 / 16) for v in range(17)}
+    assert data.test_labels.bincount().min() >= 34  # stratified
+    assert torch.equal(load("digits", seed=5).test_images, data.test_images)
+    rows = torch.cat((data.train_images, data.test_images)).flatten(1)
+    assert len(rows.unique(dim=0)) == 1797  # nothing in both splits
+
+
+def test_synthetic() -> None:
+    data = load("synthetic")
+    assert data.input_shape == (3, 32, 32)
+    assert (len(data.train_labels), len(data.test_labels), data.num_classes) == (1024, 256, 10)
+    small = load("synthetic:1x16x8:3:5", seed=1)
+    assert small.input_shape == (1, 16, 8)
+    assert (len(small.train_labels), len(small.test_labels), small.num_classes) == (5, 1, 3)
+    assert small.crop_padding == 2
+    assert torch.equal(load("synthetic:1x16x8:3:5", seed=1).train_images, small.train_images)
+    assert not torch.equal(load("synthetic:1x16x8:3:5", seed=2).train_images, small.train_images)
+    pixels = data.train_images.double() / 255
+    assert data.mean == pytest.approx(pixels.mean((0, 2, 3)).tolist())
+    assert data.std == pytest.approx(pixels.std((0, 2, 3), correction=0).tolist())
+    for bad in ("synthetic:", "synthetic:3x32:10", "synthetic:3x0x32:10", "synthetic:3x32x32:10:-5"):
+        with refused(repr(bad), "CxHxW:classes"):
+            load(bad)
+
+
+def test_load_names_what_it_cannot_find(tmp_path: Path) -> None:
+    with refused("'digitz'", "digits", kind=FileNotFoundError):
+        load("digitz")
+    (tmp_path / "notes.txt").write_text("nothing here")
+    with refused(tmp_path, "CIFAR-10", "parquet", "train/<class>"):
+        load(str(tmp_path))
+    with refused("is a file", "folder"):
+        load(str(tmp_path / "notes.txt"))
+    assert {"digits", "FOLDER"} <= {spec for spec, _ in describe()}
+    assert all(len(line.splitlines()) == 1 for _, line in describe())
+
+
+# --- CIFAR ---
+
+CIFAR10 = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+
+
+def cifar_part(index: int, classes: int) -> tuple[Array, Array]:
+    """Two images: (pixels, labels) of the file with this index."""
+    random = np.random.default_rng(index)
+    return random.integers(0, 256, (2, 3072), np.uint8), random.integers(0, classes, 2)
+
+
+def python2_pickle(pixels: Array, labels: Array) -> bytes:
+    """What Python 2 wrote into the published files: byte strings, and numpy's old module names."""
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85U\x01btR"
+        b"(K\x01K\x02M\x00\x0c\x86cnumpy\ndtype\n(U\x02u1K\x00K\x01tR"
+        b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89"
+        b"T" + struct.pack("<i", pixels.size) + pixels.tobytes() + b"tb"
+    )
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(U\x04data" + array + b"U\x06labels" + numbers + b"u."
+
+
+def python3_pickle(pixels: Array, labels: Array, key: bytes = b"labels", protocol: int = 2) -> bytes:
+    return pickle.dumps({b"data": pixels, key: labels.tolist()}, protocol=protocol)
+
+
+def check_cifar(data: ImageData, name: str, classes: int, train_files: int) -> None:
+    assert (data.name, data.num_classes, data.input_shape) == (name, classes, (3, 32, 32))
+    assert (data.crop_padding, data.flip) == (4, True)
+    parts = [cifar_part(i, classes) for i in range(train_files + 1)]
+    pixels = np.concatenate([p for p, _ in parts]).reshape(-1, 3, 32, 32)
+    labels = np.concatenate([v for _, v in parts])
+    assert np.array_equal(torch.cat((data.train_images, data.test_images)), pixels)
+    assert np.array_equal(torch.cat((data.train_labels, data.test_labels)), labels)
+    assert len(data.test_images) == 2
+
+
+def write_cifar10(root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    for i, name in enumerate(CIFAR10):
+        write = python2_pickle if i % 2 else python3_pickle
+        (root / name).write_bytes(write(*cifar_part(i, 10)))
+
+
+@pytest.mark.parametrize("child", [".", "cifar-10-batches-py"])
+def test_cifar10_python(tmp_path: Path, child: str) -> None:
+    write_cifar10(tmp_path / child)
+    check_cifar(load(str(tmp_path)), "cifar10", 10, 5)
+
+
+@pytest.mark.parametrize("child", [".", "cifar-10-batches-bin"])
+def test_cifar10_binary(tmp_path: Path, child: str) -> None:
+    (tmp_path / child).mkdir(exist_ok=True)
+    for i, name in enumerate(CIFAR10):
+        pixels, labels = cifar_part(i, 10)
+        records = np.concatenate((labels[:, None].astype(np.uint8), pixels), 1)
+        (tmp_path / child / f"{name}.bin").write_bytes(records.tobytes())
+    check_cifar(load(str(tmp_path)), "cifar10", 10, 5)
+
+
+@pytest.mark.parametrize("child", [".", "cifar-100-python"])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_cifar100_python(tmp_path: Path, child: str, protocol: int) -> None:
+    (tmp_path / child).mkdir(exist_ok=True)
+    for i, name in enumerate(("train", "test")):
+        content = python3_pickle(*cifar_part(i, 100), key=b"fine_labels", protocol=protocol)
+        (tmp_path / child / name).write_bytes(content)
+    (tmp_path / child / "meta").write_bytes(pickle.dumps({}))
+    check_cifar(load(str(tmp_path)), "cifar100", 100, 1)
+
+
+@pytest.mark.parametrize("child", [".", "cifar-100-binary"])
+def test_cifar100_binary(tmp_path: Path, child: str) -> None:
+    (tmp_path / child).mkdir(exist_ok=True)
+    for i, name in enumerate(("train.bin", "test.bin")):
+        pixels, labels = cifar_part(i, 100)
+        heads = np.stack((np.full(2, 19), labels), 1).astype(np.uint8)
+        (tmp_path / child / name).write_bytes(np.concatenate((heads, pixels), 1).tobytes())
+    check_cifar(load(str(tmp_path)), "cifar100", 100, 1)
+
+
+class Evil:
+    def __init__(self, target: Path) -> None:
+        self.target = str(target)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.target,)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    bad = tmp_path / "data_batch_3"
+    bad.write_bytes(pickle.dumps({b"data": Evil(tmp_path / "owned"), b"labels": []}, protocol=2))
+    with refused(bad, "posix.mkdir" if os.name == "posix" else "mkdir"):
+        load(str(tmp_path))
+    assert not (tmp_path / "owned").exists()
+    bad.write_bytes(b"cbuiltins\neval\n(V1\ntR.")
+    with refused(bad, "builtins.eval"):
+        load(str(tmp_path))
+
+
+def test_broken_cifar_files_are_named(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    bad = tmp_path / "data_batch_2"
+    pixels, labels = cifar_part(1, 10)
+    whole = python2_pickle(pixels, labels)
+    contents = [b"", b"hello", whole[:-1], whole[:3000], whole[:40], pickle.dumps([1])]
+    changed: list[dict[bytes, Any]] = [
+        {},
+        {b"data": pixels},
+        {b"data": pixels[:, :-1], b"labels": [1, 2]},
+        {b"data": pixels.astype(np.int16), b"labels": [1, 2]},
+        {b"data": pixels[:0], b"labels": []},
+        {b"data": pixels, b"labels": [1]},
+        {b"data": pixels, b"labels": [1, 10]},
+        {b"data": pixels, b"labels": [-1, 1]},
+        {b"data": pixels, b"labels": [1, [2]]},
+        {b"data": pixels, b"labels": [1.5, 2.5]},
+    ]
+    for content in contents + [pickle.dumps(c, protocol=2) for c in changed]:
+        bad.write_bytes(content)
+        with refused(bad, "again"):
+            load(str(tmp_path))
+    bad.unlink()
+    with refused(bad, "missing", kind=FileNotFoundError):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3072, 3074, 2 * 3074 - 1])
+def test_a_truncated_binary_is_named(tmp_path: Path, size: int) -> None:
+    (tmp_path / "train.bin").write_bytes(bytes(3074))
+    (tmp_path / "test.bin").write_bytes(bytes(size))
+    if size == 3074:
+        assert len(load(str(tmp_path)).test_images) == 1
+    else:
+        with refused(tmp_path / "test.bin"):
+            load(str(tmp_path))
+
+
+# --- encoded images ---
+
+
+def picture(index: int, shape: tuple[int, ...] = (16, 8, 3)) -> Array:
+    return np.random.default_rng(index).integers(0, 256, shape, np.uint8)
+
+
+def png(pixels: Array) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def as_nchw(pictures: list[Array]) -> Array:
+    return np.stack(pictures).transpose(0, 3, 1, 2)
+
+
+def write_parquet(
+    path: Path, images: list[Any], labels: list[Any], *, columns: str = "img label", names: Any = None
+) -> None:
+    image, label = columns.split()
+    encoded = [{"bytes": i if i is None else png(i), "path": None} for i in images]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    extra = pa.array(list(range(len(labels))), pa.int64())
+    table = pa.table({"id": extra, image: pa.array(encoded, kind), label: pa.array(labels, pa.int64())})
+    if names is not None:
+        feature = {label: {"names": names, "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": feature}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)
+
+
+def test_parquet_with_several_files_and_class_names(tmp_path: Path) -> None:
+    folder = tmp_path / "flowers"
+    pictures = [picture(i) for i in range(6)]
+    write_parquet(folder / "data/train-00000-of-00002.parquet", pictures[:3], [0, 1, 0], names=["a", "b", "c"])
+    write_parquet(folder / "data/train-00001-of-00002.parquet", pictures[3:5], [1, 1], names=["a", "b", "c"])
+    write_parquet(folder / "data/test-00000-of-00001.parquet", pictures[5:], [1], names=["a", "b", "c"])
+    data = load(str(folder))
+    assert (data.name, data.num_classes, data.class_names) == ("flowers", 3, ("a", "b", "c"))
+    assert (data.input_shape, data.crop_padding, data.flip) == ((3, 16, 8), 2, True)
+    assert np.array_equal(data.train_images, as_nchw(pictures[:5]))
+    assert np.array_equal(data.test_images, as_nchw(pictures[5:]))
+    assert data.train_labels.tolist() == [0, 1, 0, 1, 1]
+    list(Batches(data, "train", 2).epoch(0))
+
+
+@pytest.mark.parametrize("columns", ["image fine_label", "photo labels"])
+@pytest.mark.parametrize("test_name", ["validation-0.parquet", "val.parquet"])
+def test_parquet_without_metadata_and_grey(tmp_path: Path, columns: str, test_name: str) -> None:
+    pictures = [picture(i, (8, 8)) for i in range(3)]
+    write_parquet(tmp_path / "train.parquet", pictures[:2], [4, 0], columns=columns)
+    write_parquet(tmp_path / test_name, pictures[2:], [5], columns=columns)
+    data = load(str(tmp_path))
+    assert (data.num_classes, data.class_names) == (6, ())
+    assert data.input_shape == (1, 8, 8)
+    assert np.array_equal(data.train_images, np.stack(pictures[:2])[:, None])
+
+
+def test_one_coloured_image_makes_all_rgb(tmp_path: Path) -> None:
+    grey, coloured = picture(0, (8, 8)), picture(1, (8, 8, 3))
+    write_parquet(tmp_path / "train.parquet", [grey], [0])
+    write_parquet(tmp_path / "test.parquet", [coloured], [0])
+    data = load(str(tmp_path))
+    assert np.array_equal(data.train_images[0], np.stack([grey] * 3))
+    assert np.array_equal(data.test_images[0], coloured.transpose(2, 0, 1))
+
+
+def test_more_images_than_one_task_decodes_keep_their_order(tmp_path: Path) -> None:
+    pictures = [np.full((2, 2), i % 251, np.uint8) for i in range(700)]
+    write_parquet(tmp_path / "train.parquet", pictures, [0] * 700)
+    write_parquet(tmp_path / "test.parquet", pictures[:1], [0])
+    assert load(str(tmp_path)).train_images[:, 0, 0, 0].tolist() == [i % 251 for i in range(700)]
+
+
+def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
+    train, test = tmp_path / "train.parquet", tmp_path / "test.parquet"
+    one, tall = picture(0), picture(0, (20, 8, 3))
+    write_parquet(train, [one], [0])
+    with refused("no test*.parquet"):
+        load(str(tmp_path))
+    write_parquet(test, [one, tall], [0, 0])
+    with refused(f"{test} row 1 is 8x20", "8x16", "resize"):
+        load(str(tmp_path))
+    write_parquet(test, [one], [-1])
+    with refused("test", "label -1"):
+        load(str(tmp_path))
+    write_parquet(test, [one], [None])
+    with refused(test, "empty label"):
+        load(str(tmp_path))
+    write_parquet(test, [one, None], [0, 0])
+    with refused(test, "row 1", "no image bytes"):
+        load(str(tmp_path))
+    write_parquet(test, [], [])
+    with refused("test", "empty"):
+        load(str(tmp_path))
+    write_parquet(test, [one], [0], columns="img species")
+    with refused(test, "no label column", "species"):
+        load(str(tmp_path))
+    pq.write_table(pa.table({"label": [1], "img": ["a"]}), test)
+    with refused(test, "no image column"):
+        load(str(tmp_path))
+    broken = {"label": [0], "img": pa.array([b"\x89PNG broken"], pa.binary())}
+    pq.write_table(pa.table(broken), test)
+    with refused(f"{test} row 0", "not a readable image"):
+        load(str(tmp_path))
+    write_parquet(test, [one], [0])
+    test.write_bytes(test.read_bytes()[:-20])
+    with refused(test, "not a readable parquet file"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("module", ["pyarrow", "PIL"])
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    for name in ("train", "test"):
+        write_parquet(tmp_path / f"{name}.parquet", [picture(0)], [0])
+    monkeypatch.setitem(sys.modules, module, None)
+    with refused("pip install 'petra[images]'"):
+        load(str(tmp_path))
+
+
+def write_image(path: Path, pixels: Array) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.mark.parametrize("test_name", ["test", "val", "valid", "validation"])
+def test_image_folder(tmp_path: Path, test_name: str) -> None:
+    folder = tmp_path / "pets"
+    write_image(folder / "train/dog/b.png", picture(2))
+    write_image(folder / "train/dog/a.BMP", picture(1))
+    write_image(folder / "train/cat/z.png", picture(0))
+    write_image(folder / test_name / "dog/x.png", picture(3))
+    write_image(folder / test_name / "cat/x.webp", picture(4))
+    write_image(folder / test_name / "cat/y.jpg", picture(5))
+    (folder / "train/dog/notes.txt").write_text("not an image")
+    (folder / "train/.cache").mkdir()
+    data = load(str(folder))
+    assert (data.name, data.num_classes, data.class_names) == ("pets", 2, ("cat", "dog"))
+    assert (data.input_shape, data.crop_padding, data.flip) == ((3, 16, 8), 2, True)
+    assert data.train_labels.tolist() == [0, 1, 1]
+    assert data.test_labels.tolist() == [0, 0, 1]
+    assert np.array_equal(data.train_images, as_nchw([picture(0), picture(1), picture(2)]))
+    assert np.array_equal(data.test_images[2], picture(3).transpose(2, 0, 1))
+
+
+def test_image_folder_mistakes_are_named(tmp_path: Path) -> None:
+    write_image(tmp_path / "train/cat/a.png", picture(0))
+    with refused(tmp_path, "test, val, valid, validation"):
+        load(str(tmp_path))
+    (tmp_path / "test").mkdir()
+    with refused("['cat']", "match"):
+        load(str(tmp_path))
+    (tmp_path / "test/cat").mkdir()
+    with refused(tmp_path / "test", "no images"):
+        load(str(tmp_path))
+    bad = tmp_path / "test/cat/a.png"
+    write_image(bad, picture(0, (8, 8, 3)))
+    with refused(bad, "8x8", "8x16", "resize"):
+        load(str(tmp_path))
+    bad.write_bytes(png(picture(0))[:100])
+    with refused(bad, "not a readable image"):
+        load(str(tmp_path))
+    write_image(bad, picture(0, (16, 8)).astype(np.uint16))
+    with refused(bad, "8 bits"):
+        load(str(tmp_path))
+
+
+def test_a_checksum_error_inside_a_png_is_named(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_image(tmp_path / split / "cat/a.png", picture(0))
+    bad = tmp_path / "train/cat/a.png"
+    content = bytearray(bad.read_bytes())
+    content[20] ^= 1  # in the header, whose checksum no longer fits
+    assert zlib.crc32(content[12:29]) != int.from_bytes(content[29:33], "big")
+    bad.write_bytes(content)
+    with refused(bad, "not a readable image"):
+        load(str(tmp_path))
