@@ -13,6 +13,7 @@ from torch import Tensor
 
 from petra.execution import LocalExecutor, Stage
 from petra.schedule import Action
+from petra.tables import render
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,6 @@ class _Saved:
 def table(rows: list[StageMemory]) -> str:
     """A row a stage, in MiB."""
     names = [field.name for field in fields(StageMemory)]
-    lines = [["stage", *(name.replace("_", " ") for name in names), "total"]]
-    for stage, row in enumerate(rows):
-        values = [*(getattr(row, name) for name in names), row.total]
-        lines.append([str(stage), *(f"{value / 2**20:.2f}" for value in values)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names) + 2)]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+    header = ["stage", *(name.replace("_", " ") for name in names), "total"]
+    cells = [[*(getattr(row, name) for name in names), row.total] for row in rows]
+    return render(header, [[i, *(f"{c / 2**20:.2f}" for c in row)] for i, row in enumerate(cells)])

@@ -1,0 +1,7 @@
+"""`python -m petra` is `petra`."""
+
+import sys
+
+from petra.cli.main import main
+
+sys.exit(main())

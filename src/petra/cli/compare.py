@@ -1,0 +1,80 @@
+"""`petra compare`: several methods on the same network, data and seed, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from petra import methods
+from petra.cli.options import add_run_options, given, set_up_device
+from petra.tables import mebibytes, render
+from petra.training import checkpoint
+from petra.training.config import RunConfig
+from petra.training.data import load
+from petra.training.run import CHECKPOINT, CONFIG, METRICS, SUMMARY, WEIGHTS, Run
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "compare",
+        help="train with several methods and compare them",
+        description="Trains the same network on the same data and seed with several methods, and prints a table.",
+        epilog="Example: petra compare --recipe digits --methods backprop reversible petra delayed",
+    )
+    add_run_options(parser, with_method=False)
+    parser.add_argument(
+        "--methods", nargs="+", metavar="NAME", default=["reversible", "petra"], help="default: reversible petra"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("runs/compare"), help="default %(default)s")
+    parser.add_argument("--overwrite", action="store_true", help="replace the runs of an earlier comparison")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train with each method, then print and write the table."""
+    asked = given(options)
+    configs = []
+    for name in options.methods:
+        config = RunConfig.from_options(options.recipe, {**asked, "method": name})
+        if not methods.find(name).pipelined:
+            config = RunConfig.from_json({**config.to_json(), "order": None})
+        config.validate()
+        configs.append(config)
+    device = set_up_device(options)
+    for name in options.methods:
+        if options.overwrite:
+            for file in (CONFIG, METRICS, CHECKPOINT, SUMMARY, WEIGHTS):
+                (options.out / name / file).unlink(missing_ok=True)
+        elif (options.out / name / CONFIG).exists():
+            raise ValueError(f"{options.out / name} holds a run already: give --overwrite, or another --out")
+    data = load(configs[0].data, seed=configs[0].seed)
+    summaries = []
+    for config in configs:
+        folder = options.out / config.method
+        summaries.append(
+            Run(config, folder, device=device, tensorboard=options.tensorboard, quiet=options.quiet, data=data)()
+        )
+    checkpoint.write_json(options.out / "comparison.json", summaries)
+    sys.stderr.flush()
+    print(table(summaries))
+
+
+def table(summaries: list[dict[str, Any]]) -> str:
+    """A row a method."""
+    return render(
+        ["method", "stages", "order", "test accuracy", "samples/s", "peak activation memory"],
+        [
+            [
+                s["method"],
+                len(s["stages"]),
+                s["order"],
+                f"{s['test_accuracy']:.2%}",
+                f"{s['samples_per_second']:.0f}",
+                mebibytes(s["activation_peak_bytes"]),
+            ]
+            for s in summaries
+        ],
+    )

@@ -1,0 +1,45 @@
+"""`petra methods`, `petra models`, `petra recipes`: what there is, a line each."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from petra import models
+from petra.methods import METHODS
+from petra.tables import render
+from petra.training.recipes import RECIPES
+
+
+def add_to(commands: Any) -> None:
+    """Add the commands to the parser."""
+    for name, text, run in (
+        ("methods", "list the training methods", list_methods),
+        ("models", "list the networks", list_models),
+        ("recipes", "list the recipes", list_recipes),
+    ):
+        commands.add_parser(name, help=text, description=text.capitalize() + ".").set_defaults(run=run)
+
+
+def list_methods(options: argparse.Namespace) -> None:
+    """Each method with what it keeps."""
+    rows = [[m.name, m.summary, m.keeps, m.backward_weights] for m in METHODS.values()]
+    print(render(["method", "what it does", "kept per micro-batch in flight", "weights backward"], rows, left=4))
+
+
+def list_models(options: argparse.Namespace) -> None:
+    """Each network with its size."""
+    rows = []
+    for entry in models.entries():
+        with torch.device("meta"):
+            network = models.create(entry.name, num_classes=1000, stem="imagenet")
+        parameters = sum(p.numel() for p in network.parameters())
+        rows.append([entry.name, entry.summary, f"{parameters / 1e6:.1f}M"])
+    print(render(["model", "what it is", "parameters (ImageNet)"], rows, left=2))
+
+
+def list_recipes(options: argparse.Namespace) -> None:
+    """Each recipe with its settings."""
+    print(render(["recipe", "what it does"], [[r.name, r.summary] for r in RECIPES.values()], left=2))

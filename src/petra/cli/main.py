@@ -1,0 +1,56 @@
+"""The command line: `petra COMMAND …`, one-line errors, exit code 2 for bad input and 1 for failed runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import petra
+from petra.cli import compare, lists, schedule, train
+from petra.execution import NonFiniteLoss
+from petra.training.run import Interrupted
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(
+        prog="petra",
+        description="Trains reversible neural networks in parallel, and compares the ways to do it.",
+        epilog="Every command explains itself: petra train --help. PETRA_TRACEBACK=1 shows where an error came from.",
+    )
+    parser.add_argument("--version", action="version", version=f"petra {petra.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    for command in (train, compare, schedule, lists):
+        command.add_to(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, OSError) as error:
+        return _fail(error, 2)
+    except NonFiniteLoss as error:
+        return _fail(error, 1)
+    except Interrupted as stopped:
+        return _fail(stopped, 130, "")
+    except BrokenPipeError:
+        return 0
+    return 0
+
+
+def _fail(error: Exception, code: int, word: str = "error: ") -> int:
+    if os.environ.get("PETRA_TRACEBACK"):
+        raise error
+    print(f"petra: {word}{error}", file=sys.stderr)
+    return code

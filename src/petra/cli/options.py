@@ -1,0 +1,112 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from petra.methods import METHODS
+from petra.training.recipes import RECIPES
+
+
+def whole_numbers(text: str) -> int | list[int]:
+    """``4`` or ``3,3,2,2``."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, nor several apart by commas") from None
+    return numbers if "," in text else numbers[0]
+
+
+def order_option(text: str) -> str | list[int]:
+    """A name, or numbers in flight."""
+    if text.replace(",", "").isdigit():
+        numbers = whole_numbers(text)
+        return numbers if isinstance(numbers, list) else [numbers]
+    return text
+
+
+def fractions(text: str) -> tuple[float, ...]:
+    """``0.5,0.75``."""
+    try:
+        return tuple(float(part) for part in text.split(",") if part)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of fractions like 0.5,0.75") from None
+
+
+def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
+    """The options that make a `RunConfig`; those left out come from the recipe or from the defaults."""
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--recipe", metavar="NAME", help=f"start from named settings: {', '.join(RECIPES)}")
+    what.add_argument("--model", metavar="NAME", help="network to train; `petra models` lists them")
+    what.add_argument("--width", type=int, help="channels of the first group of blocks")
+    what.add_argument("--depths", type=whole_numbers, metavar="N,N,…", help="blocks in each group")
+    what.add_argument("--stem", choices=("cifar", "imagenet"), help="first layer: 3×3, or 7×7 with pooling")
+    what.add_argument(
+        "--data",
+        metavar="SPEC",
+        help="digits, synthetic[:CxHxW:CLASSES], or a folder: CIFAR-10/100 batches, parquet shards, image folders",
+    )
+    how = parser.add_argument_group("how to train")
+    if with_method:
+        how.add_argument("--method", metavar="NAME", help=f"one of {', '.join(METHODS)} (default petra)")
+    how.add_argument(
+        "--stages", type=whole_numbers, metavar="N", help="number of stages, or layers in each like 3,3,2,2 (default 4)"
+    )
+    how.add_argument(
+        "--order",
+        type=order_option,
+        metavar="NAME",
+        help="low-staleness (default), lock-step (the paper's), or micro-batches in flight of each stage like 6,4,2,0",
+    )
+    how.add_argument("--accumulate", type=int, metavar="K", help="micro-batches per update (default 1)")
+    how.add_argument("--epochs", type=int, help="passes over the data (default 10)")
+    how.add_argument("--batch-size", type=int, metavar="N", help="samples in a micro-batch (default 64)")
+    how.add_argument("--lr", type=float, help="learning rate (default 0.1 · batch size · K / 256)")
+    how.add_argument("--momentum", type=float, help="Nesterov momentum (default 0.9)")
+    how.add_argument("--weight-decay", type=float, help="of weights, not of norms and biases (default 5e-4)")
+    how.add_argument("--warmup-epochs", type=float, help="epochs of linear warm-up (default 5)")
+    how.add_argument("--drops", type=fractions, help="fractions of training after which lr drops ten times")
+    how.add_argument("--clip-norm", type=float, help="largest gradient norm of a stage (default: no clipping)")
+    how.add_argument("--autocast", choices=("bf16",), help="precision of residual functions (default float32)")
+    how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
+    where = parser.add_argument_group("where")
+    where.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    where.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    where.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard")
+    where.add_argument("--quiet", action="store_true", help="no progress")
+
+
+_CONFIG = (
+    *("model", "data", "method", "stages", "order", "accumulate", "epochs", "batch_size", "lr", "momentum"),
+    *("weight_decay", "warmup_epochs", "drops", "clip_norm", "autocast", "seed", "checkpoint_every"),
+)
+
+
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a `RunConfig` that were given on the command line."""
+    found = {name: getattr(options, name, None) for name in _CONFIG}
+    result = {name: value for name, value in found.items() if value is not None}
+    model = {name: getattr(options, name) for name in ("width", "depths", "stem") if getattr(options, name) is not None}
+    if "depths" in model:
+        model["depths"] = [model["depths"]] if isinstance(model["depths"], int) else model["depths"]
+    if model:
+        result["model_options"] = model
+    return result
+
+
+def set_up_device(options: argparse.Namespace) -> torch.device:
+    """The device that was asked for, or an error if it is not there."""
+    if options.threads is not None:
+        if options.threads < 1:
+            raise ValueError(f"--threads is {options.threads}: give 1 or more")
+        torch.set_num_threads(options.threads)
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        raise ValueError(f"--device is {options.device!r}: give cpu, cuda or cuda:0") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {options.device!r}, but no GPU can be used here: give cpu")
+    return device

@@ -1,0 +1,44 @@
+"""Metrics as lines of JSON, and in TensorBoard if asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLog:
+    """Appends records to a file; a resumed run first forgets what came after its checkpoint."""
+
+    def __init__(self, path: Path, keep_bytes: int = 0, tensorboard: Path | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        self._file.truncate(keep_bytes)
+        self._board = _open_board(tensorboard) if tensorboard is not None else None
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far: what a checkpoint remembers."""
+        return self._file.tell()
+
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        """Add a record; numbers also go to TensorBoard."""
+        self._file.write(json.dumps({"step": step, **record}).encode() + b"\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _open_board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("--tensorboard needs a package that is not there: pip install 'petra[tensorboard]'") from error
+    return SummaryWriter(str(folder))

@@ -1,0 +1,49 @@
+"""Progress on the terminal: a bar an epoch, or a line an epoch where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Shows loss, accuracy and samples per second."""
+
+    def __init__(self, method: str, epochs: int, batches: int, quiet: bool = False) -> None:
+        self._method, self._epochs, self._batches = method, epochs, batches
+        self._quiet = quiet
+        self._live = not quiet and sys.stderr.isatty()
+        self._bar: Any = None
+
+    def start(self, epoch: int, batch: int) -> None:
+        """A new epoch, from ``batch`` on."""
+        if self._live:
+            title = f"{self._method} epoch {epoch + 1}/{self._epochs}"
+            self._bar = tqdm(total=self._batches, initial=batch, desc=title, unit="batch", leave=False)
+
+    def step(self, loss: float, correct: int, samples: int, rate: float) -> None:
+        """One micro-batch more; the figures are sums over the epoch so far."""
+        if self._bar is not None:
+            if samples:
+                text = f"loss {loss / samples:.3f}, accuracy {correct / samples:.1%}, {rate:.0f} samples/s"
+                self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+
+    def end(self, record: dict[str, Any]) -> None:
+        """The epoch is over."""
+        self.close()
+        if not self._quiet:
+            print(
+                f"{self._method} epoch {record['epoch']}/{self._epochs}: "
+                f"loss {record['train_loss']:.3f}, train {record['train_accuracy']:.1%}, "
+                f"test {record['test_accuracy']:.1%}, {record['samples_per_second']:.0f} samples/s",
+                file=sys.stderr,
+            )
+
+    def close(self) -> None:
+        """Leave the terminal clean."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
