@@ -77,7 +77,7 @@ class Head(nn.Module):
 def initialise(network: nn.Module) -> None:
     """He initialisation of convolutions, as ResNets use it."""
     for module in network.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)

@@ -49,7 +49,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for broken files
-        reason = str(error).splitlines()[0]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
             f"{path} is not a whole checkpoint ({reason}): remove it to start anew, or put back a copy"
         ) from error

@@ -125,17 +125,16 @@ class Run:
 
     def __call__(self) -> dict[str, Any]:
         """Train to the end and return the summary."""
-        if self.position.finished and (self.folder / SUMMARY).exists():
-            return dict(json.loads((self.folder / SUMMARY).read_text()))
         try:
+            if self.position.finished and (self.folder / SUMMARY).exists():
+                return dict(json.loads((self.folder / SUMMARY).read_text()))
             with _stoppable() as stop:
                 while self.position.epoch < self.config.epochs:
                     self._epoch(stop)
-            summary = self._finish()
+            return self._finish()
         finally:
             self.progress.close()
             self.metrics.close()
-        return summary
 
     def _epoch(self, stop: threading.Event) -> None:
         position = self.position

@@ -118,6 +118,13 @@ class Trainer:
 
     def step(self, inputs: Tensor | Streams, targets: Any) -> list[Finished]:
         """One tick: read one micro-batch; every stage does what is its turn. What reached the loss."""
+        for x in as_streams(inputs):
+            # On a GPU the look would make the host wait; the loss is looked at anyway.
+            if x.device.type == "cpu" and x.is_floating_point() and not torch.isfinite(x).all():
+                raise ValueError(
+                    f"the input of micro-batch {self.executor.microbatches} holds NaN or infinity: "
+                    "clean the data; nothing of it has been used"
+                )
         streams = self._on_device(inputs)
         if isinstance(targets, Tensor):
             if targets.ndim and streams[0].ndim and len(targets) != len(streams[0]):

@@ -1,0 +1,118 @@
+import copy
+import os
+
+import pytest
+import torch
+from networks import batches, mixed_network
+from torch.nn.functional import cross_entropy
+
+from petra import METHODS, Trainer
+from petra.training import checkpoint
+
+
+def make(network, **options):
+    return Trainer(
+        network,
+        loss=cross_entropy,
+        optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+        scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.97),
+        seed=5,
+        **options,
+    )
+
+
+def weights(trainer):
+    return list(trainer.network.state_dict().values())
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_run_continued_from_any_tick_ends_with_the_same_bits(tmp_path, method, k):
+    options = {"method": method, "stages": 4, "accumulate": k}
+    network = mixed_network()
+    data = list(batches(14))
+    straight = make(copy.deepcopy(network), **options)
+    for x, y in data:
+        straight.step(x, y)
+    straight.drain()
+    going = make(network, **options)
+    for cut in range(1, 14, 2):
+        for x, y in data[max(0, cut - 2) : cut]:
+            going.step(x, y)
+        checkpoint.save(tmp_path / "c.pt", {"trainer": going.state_dict()})
+        resumed = make(mixed_network(), **options)  # other weights, to be replaced
+        resumed.load_state_dict(checkpoint.load(tmp_path / "c.pt")["trainer"])
+        for x, y in data[cut:]:
+            resumed.step(x, y)
+        resumed.drain()
+        assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(straight), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "checkpointed"}, "method petra, not checkpointed"),
+        ({"stages": 3}, r"stages \[2, 2, 1, 1\], not \[2, 2, 2\]"),
+        ({"accumulate": 2}, "accumulate 1, not 2"),
+        ({"order": "lock-step"}, "order low-staleness, not lock-step"),
+    ],
+)
+def test_another_layout_is_refused(options, message):
+    state = make(mixed_network(), stages=4).state_dict()
+    with pytest.raises(ValueError, match=message):
+        make(mixed_network(), **{"stages": 4, **options}).load_state_dict(state)
+
+
+def test_a_crash_while_writing_leaves_the_last_one_whole(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(path, {"value": torch.ones(3)})
+
+    def half(state, file):
+        file.write(b"half of a")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.save(path, {"value": torch.zeros(3)})
+    assert torch.equal(checkpoint.load(path)["value"], torch.ones(3))
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_what_takes_over_is_on_disk_first(tmp_path, monkeypatch):
+    """The file is synced before it is renamed, and the folder after."""
+    calls = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (calls.append("sync"), fsync(number)))
+    replace = type(tmp_path).replace
+    monkeypatch.setattr(type(tmp_path), "replace", lambda self, to: (calls.append("replace"), replace(self, to)))
+    checkpoint.save(tmp_path / "checkpoint.pt", {})
+    assert calls == ["sync", "replace", "sync"]
+
+
+@pytest.mark.parametrize("keep", [0, 10, 500, -1])
+def test_truncated_files_are_named(tmp_path, keep):
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(path, {"value": torch.ones(1000)})
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is not a whole checkpoint") as found:
+        checkpoint.load(path)
+    assert "\n" not in str(found.value)
+
+
+def test_code_in_a_checkpoint_is_not_executed(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"format": 1, "x": Evil()}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="is not a whole checkpoint"):
+        checkpoint.load(tmp_path / "checkpoint.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_other_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        checkpoint.load(tmp_path / "none.pt")
+    torch.save({"format": 99}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="not a checkpoint of this version"):
+        checkpoint.load(tmp_path / "other.pt")

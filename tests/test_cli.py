@@ -1,0 +1,287 @@
+"""The command line as a user meets it."""
+
+import json
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from petra import models
+from petra.cli.main import main
+from petra.training.run import weights_hash
+
+SMALL = [
+    *("--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "digits", "--stages", "4"),
+    *(
+        "--batch-size",
+        "64",
+        "--epochs",
+        "2",
+        "--lr",
+        "0.05",
+        "--warmup-epochs",
+        "1",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+    ),
+]
+
+
+def train(*arguments):
+    return main(["train", *SMALL, "--quiet", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert train("--out", folder) == 0
+    return folder
+
+
+def test_a_run_writes_what_it_promises(finished):
+    assert sorted(p.name for p in finished.iterdir()) == [
+        *("checkpoint.pt", "config.json", "metrics.jsonl", "summary.json", "weights.safetensors")
+    ]
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["stages"] == [1, 1, 1, 1]
+    assert summary["order"] == "low-staleness"
+    assert summary["staleness"] == [3, 2, 1, 0]
+    assert 0 <= summary["test_accuracy"] <= summary["best_test_accuracy"] <= 1
+    assert summary["samples_per_second"] > 0
+    assert len(summary["memory_bytes"]) == 4
+    assert summary["memory_bytes"][1]["inputs"] == 0  # a reversible stage
+    assert summary["memory_bytes"][2]["inputs"] > 0  # downsampling
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [r["epoch"] for r in records] == [1, 2]
+    assert records[-1]["test_accuracy"] == summary["test_accuracy"]
+
+
+def test_weights_load_into_the_model_used_without_the_trainer(finished):
+    network = models.create("revnet18", width=4, depths=(1, 1), in_channels=1, num_classes=10)
+    network.load_state_dict(load_file(finished / "weights.safetensors"))
+    assert weights_hash(network) == json.loads((finished / "summary.json").read_text())["weights_sha256"]
+
+
+def test_a_finished_run_is_not_run_again(finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert main(["train", "--resume", "--out", str(finished)]) == 0
+    assert "test accuracy" in capsys.readouterr().out
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    run_in_child(folder)
+    return folder
+
+
+def test_resume_after_an_interruption(uninterrupted, tmp_path):
+    """SIGTERM: the run writes a checkpoint between two ticks and says how to go on."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "petra", *restartable(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(folder / "checkpoint.pt")
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "continue with --resume" in error
+    assert len(error.strip().splitlines()) == 1
+    run_in_child(folder)
+    assert same(folder, uninterrupted)
+
+
+def restartable(folder):
+    # two ticks between checkpoints, so that a kill often falls into the writing of one
+    return ["train", *SMALL, "--quiet", "--checkpoint-every", "2", "--resume", "--out", str(folder)]
+
+
+def start_child(folder):
+    """The command in a process of its own, which does not have to import everything anew."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["petra.cli.main", "sklearn.datasets", "torch._dynamo"])
+    process = context.Process(target=main, args=(restartable(folder),))
+    process.start()
+    return process
+
+
+def run_in_child(folder):
+    process = start_child(folder)
+    process.join(timeout=120)
+    assert process.exitcode == 0
+    assert (folder / "summary.json").exists()
+
+
+def wait_for(path):
+    limit = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < limit:
+        time.sleep(0.005)
+
+
+def same(folder, other):
+    """Weights and metrics, but for the speed."""
+    hashes = [json.loads((f / "summary.json").read_text())["weights_sha256"] for f in (folder, other)]
+    records = [
+        [{**json.loads(line), "samples_per_second": 0} for line in (f / "metrics.jsonl").read_text().splitlines()]
+        for f in (folder, other)
+    ]
+    return hashes[0] == hashes[1] and records[0] == records[1]
+
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_killed_at_a_random_moment_and_resumed_gives_the_same_weights(uninterrupted, tmp_path, attempt):
+    folder = tmp_path / "run"
+    process = start_child(folder)
+    wait_for(folder / "config.json")
+    seconds = (uninterrupted / "summary.json").stat().st_mtime - (uninterrupted / "config.json").stat().st_mtime
+    time.sleep(random.Random(attempt).uniform(0, seconds))
+    process.kill()
+    process.join(timeout=60)
+    run_in_child(folder)
+    assert same(folder, uninterrupted)
+
+
+def test_tensorboard(tmp_path):
+    assert train("--epochs", 1, "--tensorboard", "--out", tmp_path / "run") == 0
+    assert any("tfevents" in p.name for p in (tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_compare(tmp_path, capsys):
+    arguments = [
+        "compare",
+        *SMALL,
+        "--quiet",
+        "--epochs",
+        "1",
+        "--methods",
+        "backprop",
+        "petra",
+        "--order",
+        "lock-step",
+    ]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["method", "----------"[:8], "backprop", "petra"]
+    assert "sequential" in lines[2]
+    assert "lock-step" in lines[3]
+    assert [s["method"] for s in json.loads((tmp_path / "comparison.json").read_text())] == ["backprop", "petra"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert main([*arguments, "--out", str(tmp_path), "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize("command", [["methods"], ["models"], ["recipes"], ["schedule"], ["schedule", "--text"]])
+def test_lists_and_drawings(command, capsys):
+    assert main(command) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+def test_schedule_of_any_method(capsys):
+    assert main(["schedule", "--stages", "2", "--microbatches", "2", "--order", "lock-step"]) == 0
+    assert capsys.readouterr().out == (
+        "tick     0   1        2        3\n"
+        "stage 0  F0  F1       B0 U     B1 U\n"
+        "stage 1  .   F0 B0 U  F1 B1 U  .\n"
+        "\nlock-step: ticks between forward and backward, stage by stage: 2, 0\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "schedule", "methods"])
+def test_help_explains(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert "usage: petra" in capsys.readouterr().out
+
+
+BAD = {
+    "unknown model": (["--model", "revnet19"], "no model named 'revnet19'", "did you mean 'revnet18'"),
+    "unknown method": (["--method", "petre"], "no method named 'petre'", "did you mean 'petra'"),
+    "unknown recipe": (["--recipe", "digit"], "no recipe named 'digit'", "did you mean 'digits'"),
+    "unknown order": (["--order", "lockstep"], "no order named 'lockstep'", "did you mean 'lock-step'"),
+    "order of backprop": (["--method", "backprop", "--order", "lock-step"], "backprop", "leave the order out"),
+    "k = 0": (["--accumulate", "0"], "--accumulate is 0", "give 1 or more"),
+    "no epochs": (["--epochs", "-1"], "--epochs is -1", "give 1 or more"),
+    "no batch": (["--batch-size", "0"], "--batch-size is 0", "give 1 or more"),
+    "too many stages": (["--stages", "5"], "stages is 5", "give at most 4"),
+    "no stages": (["--stages", "0"], "stages is 0", "at least one"),
+    "bad cut": (["--stages", "2,3"], "[2, 3]", "add up to the network's 4"),
+    "stages in words": (["--stages", "four"], "'four'", "whole number"),
+    "negative lr": (["--lr", "-1"], "--lr is -1", "give 0 or more"),
+    "nan lr": (["--lr", "nan"], "--lr is nan", "give 0 or more"),
+    "clipping": (["--clip-norm", "0"], "--clip-norm is 0", "give a positive norm"),
+    "drops": (["--drops", "0.5,2"], "--drops is [0.5, 2.0]", "between 0 and 1"),
+    "no data folder": (["--data", "no/such/folder"], "no/such/folder", ""),
+    "width": (["--width", "0"], "width 0", "1 or more"),
+    "depths": (["--depths", "0,1"], "depths is [0, 1]", "1 or more"),
+    "no GPU": (["--device", "cuda:7"], "cuda:7", ""),
+    "bad device": (["--device", "toaster"], "'toaster'", "give cpu, cuda"),
+    "no threads": (["--threads", "0"], "--threads is 0", "give 1 or more"),
+    "resume without a folder": (["--resume"], "--resume needs --out", "give the folder"),
+    "unknown option": (["--speed", "11"], "--speed", "--help"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_that_names_value_and_remedy(case, tmp_path, capsys, monkeypatch):
+    arguments, value, remedy = BAD[case]
+    if case == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(["train", *SMALL, "--quiet", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert len(error.strip().splitlines()) == 1
+    assert value in error
+    assert remedy in error
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestRunsThatAreThere:
+    """Errors around a folder with a run in it; the run itself stays as it was."""
+
+    def check(self, finished, capsys, arguments, value, code=2):
+        before = {p.name: p.read_bytes() for p in finished.iterdir() if p.is_file()}
+        assert main(["train", *arguments, "--quiet", "--device", "cpu", "--out", str(finished)]) == code
+        error = capsys.readouterr().err
+        assert len(error.strip().splitlines()) == 1
+        assert value in error
+        assert {p.name: p.read_bytes() for p in finished.iterdir() if p.is_file()} == before
+
+    def test_not_overwritten(self, finished, capsys):
+        self.check(finished, capsys, SMALL, "holds a run already: give --resume")
+
+    def test_resume_with_other_options(self, finished, capsys):
+        self.check(finished, capsys, ["--resume", "--lr", "0.7"], "has lr 0.05, not 0.7")
+
+    def test_truncated_checkpoint(self, finished, capsys, tmp_path):
+        broken = tmp_path / "broken"
+        broken.mkdir()
+        for name in ("config.json", "metrics.jsonl"):
+            (broken / name).write_bytes((finished / name).read_bytes())
+        (broken / "checkpoint.pt").write_bytes((finished / "checkpoint.pt").read_bytes()[:5000])
+        self.check(broken, capsys, ["--resume"], "is not a whole checkpoint")
+
+    def test_damaged_configuration(self, capsys, tmp_path):
+        (tmp_path / "config.json").write_text("{")
+        self.check(tmp_path, capsys, ["--resume"], "config.json is damaged")
+
+    def test_divergence_keeps_what_was_good(self, capsys, tmp_path):
+        code = main(["train", *SMALL, "--quiet", "--lr", "1e12", "--warmup-epochs", "0", "--out", str(tmp_path)])
+        error = capsys.readouterr().err
+        assert code == 1
+        assert "the loss of micro-batch" in error
+        assert "lower the learning rate" in error
+        assert len(error.strip().splitlines()) == 1
+        assert not (tmp_path / "summary.json").exists()

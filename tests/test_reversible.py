@@ -1,0 +1,256 @@
+import copy
+
+import pytest
+import torch
+from networks import batches, mixed_network, residual, reversible_network
+from torch import nn
+
+from petra import Network, ReversibleBlock, ReversibleLayer, ReversibleResidual, check_invertible, plain_autograd
+
+
+class Shear(ReversibleLayer):
+    """A user's own invertible layer, with batch norm and dropout inside."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.f = residual(width)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, a, b):
+        return (a + self.f(b)) * self.scale, b
+
+    def inverse(self, a, b):
+        return a / self.scale - self.f(b), b
+
+
+BLOCKS = {
+    "one residual": lambda: [ReversibleResidual(residual(3))],
+    "two residuals": lambda: [ReversibleBlock(residual(3), residual(3))],
+    "own layer": lambda: [Shear(3)],
+    "run": lambda: [
+        ReversibleResidual(residual(3)),
+        ReversibleBlock(residual(3), residual(3)),
+        Shear(3),
+        ReversibleResidual(residual(3)),
+    ],
+}
+
+
+def streams(dtype=torch.float64, requires_grad=True):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, 5, 5, generator=generator, dtype=dtype).requires_grad_(requires_grad) for _ in range(2)]
+
+
+def gradients(network, inputs, dtype=torch.float64):
+    torch.manual_seed(3)
+    outputs = network(*inputs)
+    loss = sum((y * torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)).sum() for y in outputs)
+    return torch.autograd.grad(loss, [*inputs, *network.parameters()])
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys())
+def test_gradients_equal_plain_autograd(blocks):
+    torch.manual_seed(0)
+    network = Network(*blocks()).double()
+    plain = copy.deepcopy(network)
+    inputs = streams()
+    reversible = gradients(network, inputs)
+    with plain_autograd():
+        expected = gradients(plain, inputs)
+    for a, b in zip(reversible, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    # batch norm counted the batch once, on the way up
+    for (name, a), b in zip(network.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys())
+def test_inverse(blocks):
+    layers = nn.ModuleList(blocks()).double().eval()
+    inputs = streams(requires_grad=False)
+    outputs = inputs
+    for layer in layers:
+        outputs = layer(*outputs)
+    for layer in reversed(layers):
+        outputs = layer.inverse(*outputs)
+    for a, b in zip(outputs, inputs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class Counted(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x)
+
+
+def test_each_residual_function_runs_once_forward_and_once_backward():
+    functions = [Counted(residual(3)) for _ in range(3)]
+    network = Network(ReversibleResidual(functions[0]), ReversibleBlock(functions[1], functions[2])).double()
+    outputs = network(*streams())
+    assert [f.calls for f in functions] == [1, 1, 1]
+    sum(y.sum() for y in outputs).backward()
+    assert [f.calls for f in functions] == [2, 2, 2]
+
+
+def test_a_run_stores_its_last_output_only():
+    saved = []
+    network = reversible_network(6)
+    stem, run, head = network[:1], network[1:-1], network[-1:]
+    streams = stem(torch.randn(3, 2, 4, 4))
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        outputs = run(*streams)
+    assert len(saved) == 2
+    head(*outputs).sum().backward()
+
+
+def test_random_state_goes_on_as_under_plain_autograd():
+    network = Network(ReversibleBlock(residual(3), residual(3))).double()
+    torch.manual_seed(5)
+    network(*streams())[0].sum().backward()
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    with plain_autograd():
+        network(*streams())[0].sum().backward()
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_parts_without_gradient():
+    """Frozen parameters, an input that wants none, an output that the loss does not use."""
+    network = Network(ReversibleBlock(residual(3), residual(3)), ReversibleResidual(residual(3))).double()
+    network[0].f.requires_grad_(False)
+    plain = copy.deepcopy(network)
+    a, b = streams(requires_grad=False)
+    found = {}
+    for name, net in (("reversible", network), ("plain", plain)):
+        torch.manual_seed(2)
+        if name == "plain":
+            with plain_autograd():
+                y = net(a, b)[0]
+        else:
+            y = net(a, b)[0]
+        y.square().sum().backward()
+        found[name] = [p.grad for p in net.parameters()]
+    for x, y in zip(found["reversible"], found["plain"], strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def test_shared_residual_function():
+    torch.manual_seed(0)
+    f = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh())
+    network = Network(ReversibleBlock(f, f), ReversibleResidual(f)).double()
+    inputs = streams()
+    reversible = gradients(network, inputs)
+    with plain_autograd():
+        expected = gradients(network, inputs)
+    for a, b in zip(reversible, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_autocast_of_the_forward_holds_in_the_recomputation():
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return torch.mm(x, x.t())
+
+    network = Network(ReversibleResidual(Look()))
+    x = torch.randn(4, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = network(x, x)
+    assert y[0].dtype == torch.float32
+    (y[0].sum()).backward()
+    assert seen == [True, True]
+
+
+def test_streams_stay_in_float32_under_autocast():
+    network = mixed_network()
+    x, _ = next(batches(1))
+    seen = []
+    network[2].register_forward_hook(lambda *_: None)
+    network[3].register_forward_pre_hook(lambda module, inputs: seen.extend(t.dtype for t in inputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        network(x)
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_in_place_functions_are_refused():
+    network = Network(ReversibleResidual(nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1))))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"changes its input in place.*nn\.ReLU"):
+        network(*streams(torch.float32, requires_grad=False))
+
+
+def test_functions_that_change_the_shape_are_refused():
+    network = Network(ReversibleResidual(nn.Conv2d(3, 3, 3)))
+    with pytest.raises(ValueError, match=r"turns \(4, 3, 5, 5\) into \(4, 3, 3, 3\)"):
+        network(*streams(torch.float32))
+
+
+def test_outputs_written_in_place_are_noticed():
+    network = Network(ReversibleResidual(residual(3, dropout=0.0)))
+    y, z = network(*streams(torch.float32))
+    loss = y.sum() + z.sum()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class TestCheck:
+    def test_good_layers(self):
+        for make in BLOCKS.values():
+            report = check_invertible(make(), *streams(requires_grad=False), tolerance=1e-10)
+            assert report, report
+            assert "inverts" in str(report)
+            assert report.reconstruction_error < 1e-12
+            assert report.gradient_error < 1e-12
+
+    def test_pass_through_alone_is_bit_exact(self):
+        class Swap(ReversibleLayer):
+            def forward(self, a, b):
+                return b, a
+
+            inverse = forward
+
+        report = check_invertible(Swap(), *streams(requires_grad=False))
+        assert report.bit_exact
+        assert "bit for bit" in str(report)
+
+    def test_wrong_inverse(self):
+        class Wrong(Shear):
+            def inverse(self, a, b):
+                return a / self.scale + self.f(b), b
+
+        report = check_invertible(Wrong(3), *streams(requires_grad=False))
+        assert not report
+        assert "does NOT invert" in str(report)
+
+    def test_nan_does_not_pass(self):
+        class Broken(Shear):
+            def inverse(self, a, b):
+                return a * torch.nan, b
+
+        assert not check_invertible(Broken(3), *streams(requires_grad=False))
+
+    def test_leaves_everything_as_it_was(self):
+        layer = ReversibleResidual(residual(3)).double()
+        before, state = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
+        check_invertible(layer, *streams(requires_grad=False))
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), layer.state_dict().values(), strict=True))
+
+    def test_ordinary_modules_are_named(self):
+        with pytest.raises(ValueError, match="Conv2d is not a reversible layer"):
+            check_invertible(nn.Conv2d(3, 3, 1), *streams(requires_grad=False))
