@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from petra.execution.stash import WeightStash
 from petra.methods import Chain, Kept, Method
-from petra.reversible.coupling import Gradients, ParameterGradients, Streams, leaves, vjp
+from petra.reversible.coupling import Gradients, ParameterGradients, Streams, leaves, storage_id, vjp
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -84,7 +84,7 @@ class Stage:
         leaf = leaves(outputs)
         with torch.enable_grad():
             loss = self.loss(_single(leaf), targets)
-        if not torch.isfinite(loss):
+        if not loss.is_meta and not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss of micro-batch {microbatch} on stage {self.index} is {float(loss.detach())}: "
                 "look for NaN in the data, or lower the learning rate; weights are as before this micro-batch"
@@ -111,13 +111,13 @@ class Stage:
                 parameter.grad = None
         # A gradient may be the very tensor of a message or of another parameter (a bias that is added to a
         # stream, say). Optimizers and clipping write into gradients, so each parameter gets its own.
-        taken = {g.untyped_storage().data_ptr() for g in messages if g is not None}
+        taken = {storage_id(g) for g in messages if g is not None}
         for parameter, gradient in found.items():
             if parameter.grad is not None:
                 gradient = parameter.grad + gradient
-            elif gradient.untyped_storage().data_ptr() in taken or 0 in gradient.stride():
+            elif storage_id(gradient) in taken or 0 in gradient.stride():
                 gradient = gradient.clone()
-            taken.add(gradient.untyped_storage().data_ptr())
+            taken.add(storage_id(gradient))
             parameter.grad = gradient
         self._accumulated += 1
 

@@ -1,4 +1,8 @@
-"""Live bytes of every stage, by what they are for, counted from the tensors themselves on any device."""
+"""Live bytes of every stage, by what they are for, counted from the tensors themselves on any device.
+
+On the device "meta" the engine runs without computing anything, and the same instruments tell what a run
+of any size would hold.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from petra.execution import LocalExecutor, Stage
+from petra.reversible.coupling import storage_id
 from petra.schedule import Action
 from petra.tables import render
 
@@ -41,7 +46,7 @@ class StageMemory:
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors' memory, shared memory counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
@@ -101,7 +106,7 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
             held += [*tensors["inputs"], *self.executor.messages(stage.index)]
             fixed += [*tensors["weights"], *tensors["stashed weights"]]
         self._resting = nbytes(held)
-        self._known = {t.untyped_storage().data_ptr() for t in (*held, *fixed)}
+        self._known = {storage_id(t) for t in (*held, *fixed)}
         self._note()
 
     def _note(self) -> None:
@@ -110,10 +115,10 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
     def _pack(self, tensor: Tensor) -> _Saved:
         storage = tensor.untyped_storage()
         stage = self.executor.acting
-        if stage is None or storage.data_ptr() in self._known:
+        if stage is None or storage_id(tensor) in self._known:
             return _Saved(tensor, None)
-        self._users[storage.data_ptr()] += 1
-        if self._users[storage.data_ptr()] == 1:
+        self._users[storage_id(tensor)] += 1
+        if self._users[storage_id(tensor)] == 1:
             self._graph[stage] += storage.nbytes()
             self._peak[stage] = max(self._peak[stage], self._graph[stage])
             self._note()
@@ -124,10 +129,9 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
         return saved.tensor
 
     def _release(self, tensor: Tensor, stage: int) -> None:
-        storage = tensor.untyped_storage()
-        self._users[storage.data_ptr()] -= 1
-        if self._users[storage.data_ptr()] == 0:
-            self._graph[stage] -= storage.nbytes()
+        self._users[storage_id(tensor)] -= 1
+        if self._users[storage_id(tensor)] == 0:
+            self._graph[stage] -= tensor.untyped_storage().nbytes()
 
 
 class _Saved:

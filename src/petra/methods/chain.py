@@ -97,6 +97,16 @@ class Chain:
                 streams = _apply(key, part, streams)
         return streams
 
+    def essential(self, streams: Streams) -> Streams:
+        """The inputs, with a placeholder that takes no memory for every stream whose values no gradient needs.
+
+        A stage that is one additive coupling only adds to its target stream; its gradients do not depend on it.
+        """
+        parts = [part for _, part in _parts(self.whole)]
+        if len(parts) > 1 or not isinstance(parts[0], Coupling) or parts[0].reads is None:
+            return streams
+        return tuple(x if i in parts[0].reads else x.new_zeros(()).expand_as(x) for i, x in enumerate(streams))
+
     def predict(self, streams: Streams) -> Streams:
         """Outputs in evaluation mode; the layers are in the mode they were in before afterwards."""
         training = [m for layer in self.layers for m in layer.modules() if m.training]
@@ -175,10 +185,13 @@ class Chain:
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
         device, dtype = self.settings.device, self.settings.autocast
-        # No cache of cast weights: it would outlive an update or a change of weights.
-        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
-        with forked(device), autocast:
-            yield
+        with forked(device):
+            if torch.amp.is_autocast_available(device.type):
+                # No cache of cast weights: it would outlive an update or a change of weights.
+                with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
+                    yield
+            else:
+                yield
 
     def _seed(self, key: tuple[int, int], microbatch: int) -> None:
         seed_generators(self.settings.device, derived_seed(self.settings.seed, *key, microbatch))

@@ -29,7 +29,7 @@ class Checkpointed(Method):
         if final:  # nothing changes before the backward: recomputing would give this very graph
             tape = chain.record(chain.whole, inputs, microbatch)
             return tuple(y.detach() for y in tape.outputs), Kept(tape=tape)
-        return chain.evaluate(chain.whole, inputs, microbatch), Kept(inputs=[inputs])
+        return chain.evaluate(chain.whole, inputs, microbatch), Kept(inputs=[chain.essential(inputs)])
 
     def backward(
         self,

@@ -68,6 +68,11 @@ def vjp(outputs: Streams, inputs: Streams, parameters: list[nn.Parameter], gradi
     return Reversal(inputs, into_inputs, into_parameters)
 
 
+def storage_id(tensor: Tensor) -> int:
+    """Which memory a tensor lies in; tells storages apart on every device, also on "meta"."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def leaves(streams: Streams) -> Streams:
     """The same values as the start of a new graph."""
     return tuple(
@@ -80,6 +85,8 @@ class Coupling(ABC):
 
     modules: tuple[nn.Module, ...]
     """The functions that it evaluates, each once per direction."""
+    reads: tuple[int, ...] | None = None
+    """The streams on whose values gradients depend, if not on all."""
 
     @abstractmethod
     def forward(self, streams: Streams) -> Streams:
@@ -109,6 +116,10 @@ class Additive(Coupling):
     @property
     def modules(self) -> tuple[nn.Module, ...]:  # type: ignore[override]
         return (self.function,)
+
+    @property
+    def reads(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        return (self.source,)
 
     def forward(self, streams: Streams) -> Streams:
         residual = self._evaluate(streams[self.source])

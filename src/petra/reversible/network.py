@@ -46,7 +46,8 @@ def as_streams(output: Tensor | Streams) -> Streams:
     both need the precision, while the residual functions can do with less.
     """
     streams = (output,) if isinstance(output, Tensor) else tuple(output)
-    if streams and torch.is_autocast_enabled(streams[0].device.type):
+    kind = streams[0].device.type if streams else "cpu"
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         low = (torch.float16, torch.bfloat16)
         streams = tuple(x.float() if x.dtype in low else x for x in streams)
     return streams

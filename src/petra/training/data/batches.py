@@ -89,7 +89,7 @@ class Batches:
                 random = generator(self.seed, "augment", epoch, i)
                 moves = self._send(draw_moves(len(index), self._padding, self._flip, random))
                 images = crop_and_flip(images, moves, self._padding)
-            images = (images.to(self._compute) * self._scale).add_(self._shift).to(self.dtype)
+            images = images.to(self._compute).mul_(self._scale).add_(self._shift).to(self.dtype)
             yield images, self._labels.index_select(0, index)
 
     def _order(self, epoch: int) -> Tensor:
