@@ -16,7 +16,10 @@ from petra import ReversibleBlock, ReversibleResidual
 
 def seed(*key):
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+    number = int.from_bytes(digest, "big") >> 1
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(number)
 
 
 def is_reversible(layer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from torch import nn
 
 from petra import models
 from petra.execution import Finished
-from petra.measure import MemoryProbe
+from petra.measure import MemoryProbe, environment
 from petra.training import checkpoint, recipes
 from petra.training.config import RunConfig
 from petra.training.data import Batches, ImageData, load
@@ -252,17 +251,6 @@ def weights_hash(network: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Where a figure was measured."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-    }
 
 
 @contextmanager

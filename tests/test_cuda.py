@@ -1,0 +1,115 @@
+"""The engine on a GPU; skipped where there is none."""
+
+import copy
+import json
+
+import pytest
+import torch
+from networks import batches, mixed_network, reversible_network
+from reference import train_pipelined, train_sequential
+from test_exactness import assert_same_run, make_optimizer
+
+from petra import Network, ReversibleBlock, Trainer, check_invertible, models, plain_autograd
+from petra.cli.main import main
+from petra.execution import partition
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+
+def on_gpu(count, **options):
+    return [(x.cuda(), y.cuda()) for x, y in batches(count, **options)]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("order", ["lock-step", "low-staleness"])
+@pytest.mark.parametrize("method", ["petra", "petra-stashed", "checkpointed", "delayed"])
+def test_pipelined_methods_equal_the_reference(method, order, k):
+    torch.manual_seed(0)
+    network = mixed_network().cuda()
+    twin = copy.deepcopy(network)
+    options = {"method": method, "stages": 3, "order": order, "accumulate": k, "seed": 7}
+    trainer = Trainer(network, loss=torch.nn.functional.cross_entropy, optimizer=make_optimizer, **options)
+    data = on_gpu(30)
+    cuts = [list(cut) for cut in partition(len(network), 3)]
+    assert_same_run(trainer, twin, train_pipelined(twin, cuts, data, method, order, make_optimizer, k, key=7), data)
+
+
+@pytest.mark.parametrize("method", ["backprop", "reversible"])
+def test_sequential_methods_equal_the_reference(method):
+    torch.manual_seed(0)
+    network = mixed_network().cuda()
+    twin = copy.deepcopy(network)
+    trainer = Trainer(
+        network, loss=torch.nn.functional.cross_entropy, optimizer=make_optimizer, method=method, stages=3, seed=7
+    )
+    data = on_gpu(30)
+    assert_same_run(trainer, twin, train_sequential(twin, data, make_optimizer, 1, 7, method == "reversible"), data)
+
+
+def test_reversible_gradients_and_random_state():
+    torch.manual_seed(0)
+    network = Network(*reversible_network(5, dropout=0.3)[1:-1]).cuda().double()
+    inputs = [torch.randn(4, 3, 5, 5, device="cuda", dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    found = []
+    for plain in (False, True):
+        torch.manual_seed(3)
+        if plain:
+            with plain_autograd():
+                outputs = network(*inputs)
+        else:
+            outputs = network(*inputs)
+        loss = sum(y.square().sum() for y in outputs)
+        found.append([*torch.autograd.grad(loss, [*inputs, *network.parameters()]), torch.rand(3, device="cuda")])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert check_invertible(network, *(x.detach() for x in inputs), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("method", ["petra", "reversible", "backprop", "delayed"])
+def test_bf16_autocast_learns(method):
+    torch.manual_seed(0)
+    network = models.create("revnet18", width=8, depths=(1, 1)).to("cuda", memory_format=torch.channels_last)
+    trainer = Trainer(
+        network,
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda p: torch.optim.SGD(p, 0.02, momentum=0.9),
+        method=method,
+        stages=4,
+        autocast=torch.bfloat16,
+    )
+    x, y = torch.randn(32, 3, 16, 16), torch.randint(10, (32,))
+    losses = [float(f.loss) for _ in range(60) for f in trainer.step(x, y)]
+    assert losses[-1] < losses[0] / 2
+    assert all(p.dtype == torch.float32 for p in network.parameters())
+
+
+def test_flat_memory_in_depth():
+    """Activation memory of a run of reversible blocks does not grow with their number."""
+
+    def peak(layers):
+        f = lambda: torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False), torch.nn.Tanh())  # noqa: E731
+        network = Network(*(ReversibleBlock(f(), f()) for _ in range(layers))).cuda()
+        inputs = [torch.randn(4096, 256, device="cuda", requires_grad=True) for _ in range(2)]
+        weights = sum(p.numel() * p.element_size() for p in network.parameters())
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        sum(y.sum() for y in network(*inputs)).backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before - weights  # their gradients
+
+    assert peak(48) <= 1.05 * peak(6)
+
+
+def test_command_line(tmp_path):
+    arguments = ["train", "--recipe", "digits", "--epochs", "2", "--device", "cuda", "--quiet"]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert "NVIDIA" in summary["environment"]["device"]
+    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--quiet"]) == 0
