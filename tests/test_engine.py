@@ -1,6 +1,7 @@
 """What the engine promises whatever the method, the order and the numbers."""
 
 import copy
+import gc
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from networks import Classify, Shrink, Split, batches, mixed_network, residual, reversible_network
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 from petra import METHODS, LayerError, Network, NonFiniteLoss, ReversibleBlock, ReversibleResidual, Trainer
 from petra.measure import at_rest, nbytes
@@ -204,7 +205,8 @@ def test_what_stages_hold_is_all_that_lives(method):
     """The accounting equals what the allocator says, to the byte, for every method."""
     data = list(batches(17))
     network = mixed_network()
-    with profile(profile_memory=True) as prof:
+    gc.collect()  # what other tests have left would be freed under our eyes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         trainer = make(network, method=method, stages=4, accumulate=2)
         for x, y in data:
             trainer.step(x, y)
