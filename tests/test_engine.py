@@ -242,6 +242,39 @@ def test_buffers_of_stages_that_are_not_reversible():
         assert most == {0: tau[0] + 1, 1: 0, 2: 0, 3: tau[3] + 1, 4: 0, 5: 0}
 
 
+def test_delayed_methods_keep_one_stream_of_a_single_coupling():
+    """Nobody needs the value of a stream that is only added to; the paper's Table 3 counts so too."""
+    for method in ("checkpointed", "delayed"):
+        trainer = make(reversible_network(1, width=4), stages=3, method=method)
+        for x, y in batches(4):
+            trainer.step(x, y)
+        (kept,) = trainer.stages[1].kept.values()
+        source, target = kept.inputs[0]
+        assert source.shape == target.shape == (3, 4, 4, 4)
+        assert nbytes([target]) == target.element_size()
+
+
+def test_nobody_asks_for_the_gradient_of_the_data():
+    asked = []
+
+    class Ask(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            asked.append(x.requires_grad)
+            return self.fc(x)
+
+    for method in METHODS:
+        asked.clear()
+        trainer = make(Network(Ask(), nn.Linear(4, 4)), stages=2, method=method)
+        for _ in range(4):
+            trainer.step(torch.randn(3, 4), torch.randint(4, (3,)))
+        trainer.drain()
+        assert set(asked) == {False}
+
+
 def test_weights_are_stashed_once_per_version():
     for k in (1, 2, 3):
         trainer = make(reversible_network(4), stages=6, method="delayed", order="lock-step", accumulate=k)

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
 def table(summaries: list[dict[str, Any]]) -> str:
     """A row a method."""
     return render(
-        ["method", "stages", "order", "test accuracy", "samples/s", "peak activation memory"],
+        ["method", "stages", "order", "test accuracy", "samples/s", "peak activations", "stashed weights"],
         [
             [
                 s["method"],
@@ -74,6 +74,7 @@ def table(summaries: list[dict[str, Any]]) -> str:
                 f"{s['test_accuracy']:.2%}",
                 f"{s['samples_per_second']:.0f}",
                 mebibytes(s["activation_peak_bytes"]),
+                mebibytes(sum(stage["stashed_weights"] for stage in s["memory_bytes"])),
             ]
             for s in summaries
         ],
