@@ -95,6 +95,8 @@ def test_resume_after_an_interruption(uninterrupted, tmp_path):
     assert process.returncode == 130
     assert "continue with --resume" in error
     assert len(error.strip().splitlines()) == 1
+    with (folder / "metrics.jsonl").open("a") as file:  # as if it had died between metrics and checkpoint
+        file.write('{"epoch": 1}\n')
     run_in_child(folder)
     assert same(folder, uninterrupted)
 
