@@ -4,9 +4,11 @@ import os
 import pytest
 import torch
 from networks import batches, mixed_network
+from safetensors.torch import load_file
+from torch import nn
 from torch.nn.functional import cross_entropy
 
-from petra import METHODS, Trainer
+from petra import METHODS, Network, ReversibleBlock, Trainer
 from petra.training import checkpoint
 
 
@@ -46,6 +48,27 @@ def test_a_run_continued_from_any_tick_ends_with_the_same_bits(tmp_path, method,
             resumed.step(x, y)
         resumed.drain()
         assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(straight), strict=True))
+
+
+def test_a_state_in_memory_does_not_move_on_with_the_trainer():
+    trainer = make(mixed_network(), stages=4)
+    data = list(batches(9))
+    for x, y in data[:5]:
+        trainer.step(x, y)
+    state = trainer.state_dict()
+    ups = copy.deepcopy(state["executor"]["ups"])
+    kept = copy.deepcopy([stage["kept"] for stage in state["executor"]["stages"]])
+    for x, y in data[5:]:
+        trainer.step(x, y)
+    assert [sorted(u) for u in state["executor"]["ups"]] == [sorted(u) for u in ups]
+    assert [sorted(stage["kept"]) for stage in state["executor"]["stages"]] == [sorted(k) for k in kept]
+
+
+def test_weights_that_layers_share_can_be_exported(tmp_path):
+    f = nn.Linear(4, 4)
+    network = Network(ReversibleBlock(f, f))
+    checkpoint.export_weights(network, tmp_path / "w.safetensors")
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["0.g.weight"], f.weight)
 
 
 @pytest.mark.parametrize(

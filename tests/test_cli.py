@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from petra import models
 from petra.cli.main import main
+from petra.training import checkpoint
 from petra.training.run import weights_hash
 
 SMALL = [
@@ -147,6 +148,11 @@ def test_killed_at_a_random_moment_and_resumed_gives_the_same_weights(uninterrup
     time.sleep(random.Random(attempt).uniform(0, seconds))
     process.kill()
     process.join(timeout=60)
+    if attempt % 2:  # once more, half-way through what was left
+        process = start_child(folder)
+        time.sleep(random.Random(attempt).uniform(0, seconds / 2))
+        process.kill()
+        process.join(timeout=60)
     run_in_child(folder)
     assert same(folder, uninterrupted)
 
@@ -171,7 +177,7 @@ def test_compare(tmp_path, capsys):
     ]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["method", "----------"[:8], "backprop", "petra"]
+    assert [line.split()[0] for line in lines] == ["method", "--------", "backprop", "petra"]
     assert "sequential" in lines[2]
     assert "lock-step" in lines[3]
     assert [s["method"] for s in json.loads((tmp_path / "comparison.json").read_text())] == ["backprop", "petra"]
@@ -229,6 +235,11 @@ BAD = {
     "no threads": (["--threads", "0"], "--threads is 0", "give 1 or more"),
     "resume without a folder": (["--resume"], "--resume needs --out", "give the folder"),
     "unknown option": (["--speed", "11"], "--speed", "--help"),
+    "meta": (["--device", "meta"], "'meta'", "give cpu, cuda"),
+    "negative in flight": (["--order", "3,2,1,-1"], "[3, 2, 1, -1]", "must fall from stage to stage"),
+    "huge seed": (["--seed", str(10**30)], "--seed is 1000", "less than 2^63"),
+    "out is a file": (["--out", __file__], "test_cli.py, which is a file", "give a folder"),
+    "resume and overwrite": (["--resume", "--overwrite"], "not allowed with", "--help"),
 }
 
 
@@ -266,6 +277,21 @@ class TestRunsThatAreThere:
 
     def test_resume_with_other_options(self, finished, capsys):
         self.check(finished, capsys, ["--resume", "--lr", "0.7"], "has lr 0.05, not 0.7")
+        self.check(finished, capsys, ["--resume", "--width", "5"], "has width 4, not 5")
+
+    def test_resume_with_the_same_options_or_a_recipe(self, finished):
+        assert main(["train", *SMALL, "--resume", "--recipe", "digits", "--out", str(finished)]) == 0
+
+    def test_foreign_files_are_not_overwritten(self, capsys, tmp_path):
+        (tmp_path / "metrics.jsonl").write_text("mine")
+        self.check(tmp_path, capsys, SMALL, "holds a run already")
+
+    def test_overwrite(self, finished, tmp_path):
+        (tmp_path / "summary.json").write_text("old")
+        assert main(["train", *SMALL, "--quiet", "--epochs", "1", "--overwrite", "--out", str(tmp_path)]) == 0
+        assert json.loads((tmp_path / "summary.json").read_text())["epochs"] == 1
+        assert main(["compare", *SMALL, "--data", "nowhere", "--overwrite", "--out", str(tmp_path.parent)]) == 2
+        assert (tmp_path / "summary.json").exists()
 
     def test_truncated_checkpoint(self, finished, capsys, tmp_path):
         broken = tmp_path / "broken"
@@ -276,14 +302,25 @@ class TestRunsThatAreThere:
         self.check(broken, capsys, ["--resume"], "is not a whole checkpoint")
 
     def test_damaged_configuration(self, capsys, tmp_path):
-        (tmp_path / "config.json").write_text("{")
-        self.check(tmp_path, capsys, ["--resume"], "config.json is damaged")
+        for text in ("{", "{}", "[]", '{"model": 3}'):
+            (tmp_path / "config.json").write_text(text)
+            self.check(tmp_path, capsys, ["--resume"], "config.json is damaged")
+
+    def test_checkpoint_of_another_network(self, finished, capsys, tmp_path):
+        (tmp_path / "checkpoint.pt").write_bytes((finished / "checkpoint.pt").read_bytes())
+        config = json.loads((finished / "config.json").read_text())
+        config["model_options"]["width"] = 5
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        self.check(tmp_path, capsys, ["--resume"], "does not fit the run")
 
     def test_divergence_keeps_what_was_good(self, capsys, tmp_path):
-        code = main(["train", *SMALL, "--quiet", "--lr", "1e12", "--warmup-epochs", "0", "--out", str(tmp_path)])
+        wild = ["--lr", "1e12", "--warmup-epochs", "0", "--checkpoint-every", "1"]
+        code = main(["train", *SMALL, "--quiet", *wild, "--out", str(tmp_path)])
         error = capsys.readouterr().err
         assert code == 1
-        assert "the loss of micro-batch" in error
+        assert "finite" in error or "the loss of micro-batch" in error
         assert "lower the learning rate" in error
         assert len(error.strip().splitlines()) == 1
         assert not (tmp_path / "summary.json").exists()
+        state = checkpoint.load(tmp_path / "checkpoint.pt")["trainer"]["network"]
+        assert all(torch.isfinite(value).all() for value in state.values())

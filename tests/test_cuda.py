@@ -1,6 +1,7 @@
 """The engine on a GPU; skipped where there is none."""
 
 import copy
+import io
 import json
 
 import pytest
@@ -107,9 +108,40 @@ def test_flat_memory_in_depth():
     assert peak(48) <= 1.05 * peak(6)
 
 
-def test_command_line(tmp_path):
-    arguments = ["train", "--recipe", "digits", "--epochs", "2", "--device", "cuda", "--quiet"]
-    assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert "NVIDIA" in summary["environment"]["device"]
-    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+def test_command_line_and_that_the_same_options_give_the_same_weights(tmp_path):
+    hashes = []
+    for name in ("a", "b"):
+        torch.backends.cudnn.deterministic = False  # the command sees to it itself
+        arguments = ["train", "--recipe", "digits", "--width", "32", "--epochs", "2", "--device", "cuda", "--quiet"]
+        assert main([*arguments, "--out", str(tmp_path / name)]) == 0
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert "NVIDIA" in summary["environment"]["device"]
+        hashes.append(summary["weights_sha256"])
+    assert hashes[0] == hashes[1]
+    assert main(["train", "--resume", "--out", str(tmp_path / "a"), "--quiet"]) == 0
+
+
+def test_a_state_from_the_cpu_loads_onto_the_gpu():
+    def make():
+        return Trainer(
+            mixed_network().cuda(),
+            loss=torch.nn.functional.cross_entropy,
+            optimizer=make_optimizer,
+            stages=3,
+            method="delayed",
+        )
+
+    trainer, data = make(), on_gpu(9)
+    for x, y in data[:6]:
+        trainer.step(x, y)
+    buffer = io.BytesIO()
+    torch.save(trainer.state_dict(), buffer)
+    buffer.seek(0)
+    resumed = make()
+    resumed.load_state_dict(torch.load(buffer, map_location="cpu", weights_only=True))
+    for t in (trainer, resumed):
+        for x, y in data[6:]:
+            t.step(x, y)
+        t.drain()
+    for a, b in zip(trainer.network.state_dict().values(), resumed.network.state_dict().values(), strict=True):
+        assert torch.equal(a, b)

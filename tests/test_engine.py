@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from petra import METHODS, LayerError, Network, NonFiniteLoss, ReversibleBlock, ReversibleResidual, Trainer
 from petra.measure import at_rest, nbytes
-from petra.reversible.coupling import storage_id
+from petra.reversible.streams import storage_id
 from petra.schedule import Kind
 
 
@@ -32,7 +32,7 @@ class Probe(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.w = nn.Parameter(torch.tensor(1.0))
+        self.w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
 
     def forward(self, x):
         return x * self.w
@@ -500,6 +500,37 @@ def test_autocast_is_the_same_forward_and_backward_and_streams_are_float32():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_sparse_gradients_and_integer_inputs():
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.mean(1)
+
+    network = Network(nn.Embedding(9, 5, sparse=True), Mean(), nn.Linear(5, 4))
+    before = copy.deepcopy(network)
+    trainer = make(network, stages=3, accumulate=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    for _ in range(6):
+        trainer.step(torch.randint(9, (3, 2)), torch.randint(4, (3,)))
+    trainer.drain()
+    assert not same_weights(network[0], before[0])
+
+
+def test_modules_in_evaluation_mode_stay_so():
+    network = mixed_network()
+    network[1].eval()
+    before = copy.deepcopy(network[1])
+    trained(network, stages=3)
+    assert not network[1].f.training
+    assert torch.equal(network[1].f[1].running_mean, before.f[1].running_mean)
+    assert not torch.equal(network[1].f[0].weight, before.f[0].weight)
+
+
+def test_a_norm_shared_by_layers_keeps_its_statistics():
+    f = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    network = Network(Split(2, 3), ReversibleResidual(f), ReversibleResidual(f), Classify(3, 4))
+    trained(network, stages=[3, 1], ticks=4)
+    assert int(f[1].num_batches_tracked) == 8
+
+
 def test_frozen_parameters_and_stages_without_any():
     network = Network(nn.Flatten(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 4))
     network[1].requires_grad_(False)
@@ -550,6 +581,42 @@ class TestErrors:
     def test_bad_options(self, options, message):
         with pytest.raises(ValueError, match=message):
             make(mixed_network(), **options)
+
+    def test_layers_that_write_into_their_input(self):
+        class Halve(nn.Module):
+            def forward(self, x):
+                return x.mul_(0.5)
+
+        x, y = torch.randn(3, 4), torch.randint(4, (3,))
+        for network in (
+            Network(Halve(), nn.Linear(4, 4)),
+            Network(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        ):
+            for method in METHODS:
+                trainer = make(network, method=method, stages=len(network))
+                with pytest.raises(LayerError, match=r"changes its input in place.*inplace=False"):
+                    [trainer.step(x, y) for _ in range(6)]
+
+    def test_a_tick_that_stopped_half_way_says_so(self):
+        trainer = make(mixed_network(), stages=3)
+        data = list(batches(4))
+        for x, y in data[:2]:
+            trainer.step(x, y)
+        good = copy.deepcopy(trainer.state_dict())
+        with pytest.raises(LayerError):
+            trainer.step(torch.randn(3, 5, 4, 4), data[2][1])
+        for call in (lambda: trainer.step(*data[2]), trainer.drain, trainer.state_dict):
+            with pytest.raises(RuntimeError, match=r"stopped half-way \(LayerError: layer 0"):
+                call()
+        trainer.load_state_dict(good)
+        trainer.step(*data[2])
+        trainer.drain()
+
+    def test_optimizers_and_schedulers_that_a_pipeline_cannot_drive(self):
+        with pytest.raises(ValueError, match="LBFGS"):
+            make(mixed_network(), optimizer=torch.optim.LBFGS)
+        with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+            make(mixed_network(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     def test_networks_that_are_not_lists_of_layers(self):
         with pytest.raises(ValueError, match="network is a Linear"):

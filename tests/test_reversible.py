@@ -6,6 +6,8 @@ from networks import batches, mixed_network, residual, reversible_network
 from torch import nn
 
 from petra import Network, ReversibleBlock, ReversibleLayer, ReversibleResidual, check_invertible, plain_autograd
+from petra.reversible.randomness import forked
+from petra.reversible.statistics import frozen_statistics
 
 
 class Shear(ReversibleLayer):
@@ -148,7 +150,7 @@ def test_parts_without_gradient():
 
 def test_shared_residual_function():
     torch.manual_seed(0)
-    f = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh())
+    f = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Tanh())
     network = Network(ReversibleBlock(f, f), ReversibleResidual(f)).double()
     inputs = streams()
     reversible = gradients(network, inputs)
@@ -156,6 +158,62 @@ def test_shared_residual_function():
         expected = gradients(network, inputs)
     for a, b in zip(reversible, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert int(f[1].num_batches_tracked) == 6  # three evaluations in each of the two passes
+
+
+def test_weights_changed_between_forward_and_backward_are_noticed():
+    network = Network(ReversibleResidual(residual(3)))
+    loss = sum(y.sum() for y in network(*streams(torch.float32)))
+    with torch.no_grad():
+        network[0].f[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+        loss.backward()
+
+
+def test_everything_is_put_back_after_an_error():
+    norm = nn.BatchNorm2d(3)
+    state = torch.get_rng_state()
+
+    def fail():
+        with forked(torch.device("cpu")), frozen_statistics([norm]):
+            torch.rand(3)
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        fail()
+    assert norm.running_mean is not None
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_layer_of_ones_own_may_return_one_tensor_and_keeps_float32_under_autocast():
+    class Turn(ReversibleLayer):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("matrix", torch.eye(4).roll(1, 0))
+
+        def forward(self, x):
+            return x @ self.matrix
+
+        def inverse(self, y):
+            return y @ self.matrix.t()
+
+    network = Network(nn.Linear(4, 4), Turn(), nn.Linear(4, 4))
+    assert network(torch.randn(1, 4)).shape == (1, 4)
+    assert check_invertible(Turn(), torch.randn(3, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert network[1:2](torch.randn(2, 4, requires_grad=True)).dtype == torch.float32
+
+
+def test_blocks_take_two_streams():
+    with pytest.raises(ValueError, match="takes two streams, not 3"):
+        ReversibleResidual(nn.Identity())(*torch.zeros(3, 2))
+
+
+def test_meta():
+    with torch.device("meta"):
+        network = reversible_network(3)
+        network(torch.empty(2, 2, 4, 4)).sum().backward()
+    assert all(p.grad.is_meta for p in network.parameters())
 
 
 def test_autocast_of_the_forward_holds_in_the_recomputation():
@@ -243,6 +301,12 @@ class TestCheck:
                 return a * torch.nan, b
 
         assert not check_invertible(Broken(3), *streams(requires_grad=False))
+
+        class BrokenElsewhere(Shear):
+            def inverse(self, a, b):
+                return a / self.scale - self.f(b), b * torch.nan
+
+        assert not check_invertible(BrokenElsewhere(3), *streams(requires_grad=False))
 
     def test_leaves_everything_as_it_was(self):
         layer = ReversibleResidual(residual(3)).double()

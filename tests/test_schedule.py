@@ -49,6 +49,13 @@ def test_staleness_is_what_the_order_says(order, microbatches):
         assert set(found) == {order.staleness(stage)}
 
 
+def test_another_staleness_than_expected_is_refused():
+    schedule = Schedule.of(low_staleness(3), 4)
+    check(schedule, [2, 1, 0])
+    with pytest.raises(ScheduleError, match="0B0 comes 2 ticks after its forward, not 4"):
+        check(schedule, [4, 2, 0])
+
+
 @given(st.integers(1, 9))
 def test_the_two_orders_of_the_paper_and_the_design(stages):
     assert [lock_step(stages).staleness(s) for s in range(stages)] == [2 * (stages - 1 - s) for s in range(stages)]
@@ -118,6 +125,7 @@ def test_one_forward_one_backward_literally():
         ("stages 1\n0: 0B0 0F0 0U0", "0B0 comes before its forward"),
         ("stages 1\n0: 0F0 0F0 0B0 0U0", "0F0 is done twice"),
         ("stages 1\n0: 0F0 0F1 0B1 0B0 0U0", "0B1 should be 0B0"),
+        ("stages 1\n0: 0F1 0F0 0B0 0B1 0U1", "0F1 should be 0F0"),
         ("stages 1\n0: 0F0 0F1 0B0 0U0", "stage 0 does 2 forwards and 1 backwards of 2 micro-batches"),
         ("stages 1\n0: 0F0 0U0 0B0 0U0", "0U0 is done twice"),
         ("stages 1\n0: 1F0", "1F0 names a stage beyond the 1"),

@@ -13,7 +13,7 @@ from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
 from petra.training.data import load
-from petra.training.run import CHECKPOINT, CONFIG, METRICS, SUMMARY, WEIGHTS, Run
+from petra.training.run import Run, refuse_to_overwrite, remove_run
 
 
 def add_to(commands: Any) -> None:
@@ -36,21 +36,18 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Train with each method, then print and write the table."""
     asked = given(options)
+    names = list(dict.fromkeys(options.methods))
     configs = []
-    for name in options.methods:
-        config = RunConfig.from_options(options.recipe, {**asked, "method": name})
-        if not methods.find(name).pipelined:
-            config = RunConfig.from_json({**config.to_json(), "order": None})
-        config.validate()
-        configs.append(config)
+    for name in names:
+        order = {} if methods.find(name).pipelined else {"order": None}
+        configs.append(RunConfig.from_options(options.recipe, {**asked, "method": name, **order}))
+        configs[-1].validate()
+        if not options.overwrite:
+            refuse_to_overwrite(options.out / name, "--overwrite")
     device = set_up_device(options)
-    for name in options.methods:
-        if options.overwrite:
-            for file in (CONFIG, METRICS, CHECKPOINT, SUMMARY, WEIGHTS):
-                (options.out / name / file).unlink(missing_ok=True)
-        elif (options.out / name / CONFIG).exists():
-            raise ValueError(f"{options.out / name} holds a run already: give --overwrite, or another --out")
     data = load(configs[0].data, seed=configs[0].seed)
+    for name in names:
+        remove_run(options.out / name)
     summaries = []
     for config in configs:
         folder = options.out / config.method

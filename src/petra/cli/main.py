@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import petra
 from petra.cli import compare, lists, schedule, train
-from petra.execution import NonFiniteLoss
+from petra.execution import Diverged
 from petra.training.run import Interrupted
 
 
@@ -38,19 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         return _fail(error, 2)
-    except NonFiniteLoss as error:
+    except Diverged as error:
         return _fail(error, 1)
-    except Interrupted as stopped:
+    except (Interrupted, KeyboardInterrupt) as stopped:
         return _fail(stopped, 130, "")
-    except BrokenPipeError:
-        return 0
+    except Exception as error:
+        return _fail(error, 1, f"error: {type(error).__name__}: ")
     return 0
 
 
-def _fail(error: Exception, code: int, word: str = "error: ") -> int:
+def _fail(error: BaseException, code: int, word: str = "error: ") -> int:
     if os.environ.get("PETRA_TRACEBACK"):
         raise error
-    print(f"petra: {word}{error}", file=sys.stderr)
+    text = next(iter(str(error).splitlines()), "stopped")
+    print(f"petra: {word}{text}", file=sys.stderr)
     return code

@@ -22,7 +22,7 @@ def whole_numbers(text: str) -> int | list[int]:
 
 def order_option(text: str) -> str | list[int]:
     """A name, or numbers in flight."""
-    if text.replace(",", "").isdigit():
+    if set(text) <= set("0123456789,-"):
         numbers = whole_numbers(text)
         return numbers if isinstance(numbers, list) else [numbers]
     return text
@@ -100,13 +100,18 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 def set_up_device(options: argparse.Namespace) -> torch.device:
     """The device that was asked for, or an error if it is not there."""
     if options.threads is not None:
-        if options.threads < 1:
-            raise ValueError(f"--threads is {options.threads}: give 1 or more")
+        if not 1 <= options.threads <= 4096:
+            raise ValueError(f"--threads is {options.threads}: give 1 or more, at best the number of cores")
         torch.set_num_threads(options.threads)
     try:
         device = torch.device(options.device)
     except RuntimeError:
-        raise ValueError(f"--device is {options.device!r}: give cpu, cuda or cuda:0") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {options.device!r}, but no GPU can be used here: give cpu")
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {options.device!r}: give cpu, cuda or cuda:0")
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device is {options.device!r}, but that GPU is not here: give cpu or another")
+        torch.backends.cudnn.deterministic = True  # the same options give the same weights
+        torch.backends.cudnn.benchmark = False
     return device

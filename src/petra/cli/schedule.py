@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--microbatches is {options.microbatches}: give 1 or more")
     order = choose_order(methods.find(options.method), options.stages, options.accumulate, options.order)
     schedule = Schedule.of(order, options.microbatches)
-    check(schedule)
+    check(schedule, [order.staleness(stage) for stage in range(order.stages)])
     if options.text:
         print(schedule)
         return

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from petra.cli.options import add_run_options, given, set_up_device
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
-from petra.training.run import CONFIG, Run
+from petra.training.data import load
+from petra.training.run import CONFIG, Run, refuse_to_overwrite, remove_run
 
 
 def add_to(commands: Any) -> None:
@@ -23,7 +25,9 @@ def add_to(commands: Any) -> None:
     )
     add_run_options(parser, with_method=True)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the run (default runs/MODEL-METHOD)")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    existing.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     parser.add_argument(
         "--checkpoint-every", type=int, metavar="TICKS", help="also write a checkpoint every so many micro-batches"
     )
@@ -34,6 +38,11 @@ def run(options: argparse.Namespace) -> None:
     """Train, and say what came out."""
     config, folder = _configure(options)
     device = set_up_device(options)
+    if not (options.resume or options.overwrite):
+        refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+    data = load(config.data, seed=config.seed)
+    if options.overwrite:
+        remove_run(folder)
     summary = Run(
         config,
         folder,
@@ -41,6 +50,7 @@ def run(options: argparse.Namespace) -> None:
         device=device,
         tensorboard=options.tensorboard,
         quiet=options.quiet,
+        data=data,
     )()
     print(
         f"{summary['method']} on {len(summary['stages'])} stages ({summary['order']}): "
@@ -48,6 +58,13 @@ def run(options: argparse.Namespace) -> None:
         f"in epoch {summary['best_epoch']}), {summary['samples_per_second']:.0f} samples/s, "
         f"peak activations {mebibytes(summary['activation_peak_bytes'])}; in {folder}"
     )
+
+
+def _flat(options: dict[str, Any]) -> dict[str, Any]:
+    """Options by name, those of the model among the others, in the form that JSON gives."""
+    flat: dict[str, Any] = {**options.get("model_options", {}), **options}
+    flat.pop("model_options", None)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
 
 
 def _configure(options: argparse.Namespace) -> tuple[RunConfig, Path]:
@@ -59,13 +76,13 @@ def _configure(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     if options.resume and written is not None and written.exists():
         try:
             config = RunConfig.from_json(json.loads(written.read_text()))
-        except (json.JSONDecodeError, TypeError) as error:
+            config.validate()
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{written} is damaged ({error}): remove the folder to start anew") from error
-        if asked or options.recipe:
-            wanted = RunConfig.from_options(options.recipe, {**({} if options.recipe else config.to_json()), **asked})
-            for name, value in config.to_json().items():
-                if (new := wanted.to_json()[name]) != value:
-                    raise ValueError(f"the run in {options.out} has {name} {value}, not {new}: leave it out to resume")
-        return config, options.out
+        for name, new in _flat(asked).items():
+            if name != "checkpoint_every" and (value := _flat(config.to_json()).get(name)) != new:
+                raise ValueError(f"the run in {options.out} has {name} {value}, not {new}: leave it out to resume")
+        return replace(config, checkpoint_every=asked.get("checkpoint_every", config.checkpoint_every)), options.out
     config = RunConfig.from_options(options.recipe, asked)
+    config.validate()
     return config, options.out or Path("runs") / f"{config.model}-{config.method}"

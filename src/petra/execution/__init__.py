@@ -2,10 +2,11 @@
 
 from petra.execution.local import LocalExecutor, Observer
 from petra.execution.partition import partition
-from petra.execution.stage import BackwardMessage, Finished, NonFiniteLoss, Stage
+from petra.execution.stage import BackwardMessage, Diverged, Finished, NonFiniteLoss, Stage
 
 __all__ = [
     "BackwardMessage",
+    "Diverged",
     "Finished",
     "LocalExecutor",
     "NonFiniteLoss",

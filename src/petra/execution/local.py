@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from petra.execution.stage import BackwardMessage, Finished, Stage
-from petra.reversible.coupling import Streams
+from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Order, Tick
 
 Observer = Callable[[int, Action, Stage], None]
@@ -37,6 +38,7 @@ class LocalExecutor:
         self._start = 0  # the first micro-batch since the pipeline was last empty
         self._fed = 0  # how many have been read since
         self._tick = 0  # how many ticks have passed since
+        self._halted: str | None = None  # what stopped a tick half-way
 
     @property
     def microbatches(self) -> int:
@@ -50,23 +52,42 @@ class LocalExecutor:
 
     def tick(self, inputs: Streams, targets: Any) -> list[Finished]:
         """Read one micro-batch and let every stage do what the order has it do; what reached the loss."""
-        self.ups[0][self.microbatches] = inputs
-        self.targets[self.microbatches] = targets
-        self._fed += 1
-        finished = self._perform(self.order.tick(self._tick, self._fed))
-        self._tick += 1
+        with self._whole():
+            self.ups[0][self.microbatches] = inputs
+            self.targets[self.microbatches] = targets
+            self._fed += 1
+            finished = self._perform(self.order.tick(self._tick, self._fed))
+            self._tick += 1
         return finished
 
     def drain(self) -> list[Finished]:
         """Finish what is in flight and update with what is left; the next tick fills the pipeline anew."""
         finished = []
-        for tick in range(self._tick, self.order.ticks(self._fed)):
-            self._tick = tick
-            finished += self._perform(self.order.tick(tick, self._fed))
-        finished += self._perform(self.order.closing(self._fed))
-        self._start, self._fed, self._tick = self.microbatches, 0, 0
-        assert not any((*self.ups, *self.downs, self.targets, *(stage.kept for stage in self.stages)))
+        with self._whole():
+            for tick in range(self._tick, self.order.ticks(self._fed)):
+                self._tick = tick
+                finished += self._perform(self.order.tick(tick, self._fed))
+            finished += self._perform(self.order.closing(self._fed))
+            self._start, self._fed, self._tick = self.microbatches, 0, 0
+            assert not any((*self.ups, *self.downs, self.targets, *(stage.kept for stage in self.stages)))
         return finished
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A tick is done whole; once one has stopped half-way, only a checkpoint helps."""
+        self._refuse_if_halted()
+        try:
+            yield
+        except BaseException as error:
+            self._halted = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            raise
+
+    def _refuse_if_halted(self) -> None:
+        if self._halted is not None:
+            raise RuntimeError(
+                f"an earlier tick stopped half-way ({self._halted}), so what is in flight is incomplete: "
+                "load a state of before it, or make a new trainer from the weights"
+            )
 
     def predict(self, inputs: Streams) -> Streams:
         """Outputs of the network in evaluation mode, with the weights of this moment."""
@@ -113,17 +134,20 @@ class LocalExecutor:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight, and each stage's own state."""
+        self._refuse_if_halted()
         return {
             "start": self._start,
             "fed": self._fed,
             "tick": self._tick,
-            "ups": self.ups,
+            "ups": [dict(ups) for ups in self.ups],
             "downs": [{m: (d.streams, d.gradients) for m, d in downs.items()} for downs in self.downs],
-            "targets": self.targets,
+            "targets": dict(self.targets),
             "stages": [stage.state_dict() for stage in self.stages],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken; its tensors are on the stages' device."""
+        self._halted = None
         self._start, self._fed, self._tick = state["start"], state["fed"], state["tick"]
         self.ups = [dict(ups) for ups in state["ups"]]
         self.downs = [{m: BackwardMessage(*d) for m, d in downs.items()} for downs in state["downs"]]

@@ -13,7 +13,8 @@ def partition(layers: int, stages: int | Sequence[int]) -> list[range]:
     >>> partition(10, [1, 4, 4, 1])
     [range(0, 1), range(1, 5), range(5, 9), range(9, 10)]
     """
-    if isinstance(stages, int):
+    if not isinstance(stages, Sequence):
+        stages = int(stages)
         if stages < 1:
             raise ValueError(f"stages is {stages}: a network needs at least one")
         if stages > layers:

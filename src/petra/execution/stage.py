@@ -14,13 +14,18 @@ from torch import Tensor, nn
 
 from petra.execution.stash import WeightStash
 from petra.methods import Chain, Kept, Method
-from petra.reversible.coupling import Gradients, ParameterGradients, Streams, leaves, storage_id, vjp
+from petra.reversible.gradients import ParameterGradients, vjp
+from petra.reversible.streams import Gradients, Streams, leaves, single, storage_id
 
 Loss = Callable[[Any, Any], Tensor]
 
 
-class NonFiniteLoss(RuntimeError):
-    """The loss of a micro-batch is NaN or infinite; nothing of that micro-batch has been used."""
+class Diverged(RuntimeError):
+    """Training has gone to where numbers end."""
+
+
+class NonFiniteLoss(Diverged):
+    """The loss of a micro-batch is NaN or infinite; no weight has been updated with it."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +88,16 @@ class Stage:
         assert self.loss is not None
         leaf = leaves(outputs)
         with torch.enable_grad():
-            loss = self.loss(_single(leaf), targets)
+            loss = self.loss(single(leaf), targets)
         if not loss.is_meta and not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss of micro-batch {microbatch} on stage {self.index} is {float(loss.detach())}: "
-                "look for NaN in the data, or lower the learning rate; weights are as before this micro-batch"
+                "look for NaN in the data, or lower the learning rate; no weight was updated with it"
             )
         gradients = vjp((loss,), leaf, [], (torch.ones_like(loss),)).gradients
         streams = outputs if self.needs_outputs else None
         self._from_loss[microbatch] = BackwardMessage(streams, gradients)
-        return Finished(microbatch, loss.detach(), _single(outputs), targets)
+        return Finished(microbatch, loss.detach(), single(outputs), targets)
 
     def backward(self, microbatch: int, message: BackwardMessage | None) -> BackwardMessage:
         """Take the message from above back to the stage's inputs; gradients of parameters are added up."""
@@ -115,9 +120,10 @@ class Stage:
         for parameter, gradient in found.items():
             if parameter.grad is not None:
                 gradient = parameter.grad + gradient
-            elif storage_id(gradient) in taken or 0 in gradient.stride():
+            elif not gradient.is_sparse and (storage_id(gradient) in taken or 0 in gradient.stride()):
                 gradient = gradient.clone()
-            taken.add(storage_id(gradient))
+            if not gradient.is_sparse:
+                taken.add(storage_id(gradient))
             parameter.grad = gradient
         self._accumulated += 1
 
@@ -177,7 +183,8 @@ class Stage:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = {microbatch: Kept(inputs=inputs) for microbatch, inputs in state["kept"].items()}
+        self.kept = {microbatch: Kept(inputs=list(inputs)) for microbatch, inputs in state["kept"].items()}
+        self._from_loss.clear()
         if self.stash is not None:
             self.stash.load_state_dict(state["stash"])
         if self.optimizer is not None:
@@ -188,7 +195,3 @@ class Stage:
             parameter.grad = gradient
         self._accumulated = state["accumulated"]
         self.updates = state["updates"]
-
-
-def _single(streams: Streams) -> Tensor | Streams:
-    return streams[0] if len(streams) == 1 else streams

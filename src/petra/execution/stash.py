@@ -44,7 +44,4 @@ class WeightStash:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._version = state["version"]
         self._needed = dict(state["needed"])
-        self.copies = {
-            version: [value.to(p.device) for value, p in zip(copy, self._parameters, strict=True)]
-            for version, copy in state["copies"].items()
-        }
+        self.copies = dict(state["copies"])

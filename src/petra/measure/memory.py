@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from petra.execution import LocalExecutor, Stage
-from petra.reversible.coupling import storage_id
+from petra.reversible.streams import storage_id
 from petra.schedule import Action
 from petra.tables import render
 

@@ -13,21 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from petra.reversible.coupling import (
-    Coupling,
-    Gradients,
-    ParameterGradients,
-    Reversal,
-    Streams,
-    add_gradients,
-    leaves,
-    trainable,
-    vjp,
-)
+from petra.reversible.coupling import Coupling
+from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients, trainable, vjp
 from petra.reversible.layer import ReversibleLayer
-from petra.reversible.network import as_streams, runs
+from petra.reversible.network import runs
 from petra.reversible.randomness import derived_seed, forked, seed_generators
 from petra.reversible.statistics import frozen_statistics, normalisations
+from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves
 
 
 class LayerError(ValueError):
@@ -79,11 +71,6 @@ class Chain:
             self.segments.append(Segment(reversible, tuple(run), first))
             first += len(run)
         self._norms = normalisations(self.layers)
-
-    @property
-    def reversible(self) -> bool:
-        """Whether the whole stage can be reconstructed from its output."""
-        return all(segment.reversible for segment in self.segments)
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the stage, each once."""
@@ -184,14 +171,8 @@ class Chain:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        device, dtype = self.settings.device, self.settings.autocast
-        with forked(device):
-            if torch.amp.is_autocast_available(device.type):
-                # No cache of cast weights: it would outlive an update or a change of weights.
-                with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
-                    yield
-            else:
-                yield
+        with forked(self.settings.device), autocasting(self.settings.device, self.settings.autocast):
+            yield
 
     def _seed(self, key: tuple[int, int], microbatch: int) -> None:
         seed_generators(self.settings.device, derived_seed(self.settings.seed, *key, microbatch))
@@ -211,14 +192,22 @@ def _parts(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Mo
 
 
 def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
+    module = part.modules[0] if isinstance(part, Coupling) else part
+    name = f"layer {key[0]} ({type(module).__name__})"
+    versions = [0 if x.is_inference() else x._version for x in streams]
+    in_place = (
+        f"{name} changes its input in place, but that input is needed again: begin it with an out-of-place "
+        "operation (inplace=False), or make it one layer with the layer before it"
+    )
     try:
-        return part.forward(streams) if isinstance(part, Coupling) else as_streams(part(*streams))
+        outputs = part.forward(streams) if isinstance(part, Coupling) else as_streams(part(*streams))
     except (RuntimeError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
+        if "in-place operation" in str(error):
+            raise LayerError(in_place) from error
         shapes = ", ".join(str(tuple(x.shape)) for x in streams)
-        module = part.modules[0] if isinstance(part, Coupling) else part
-        raise LayerError(
-            f"layer {key[0]} ({type(module).__name__}) cannot take inputs of shape {shapes}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+        raise LayerError(f"{name} cannot take inputs of shape {shapes}: {str(error).splitlines()[0]}") from error
+    if versions != [0 if x.is_inference() else x._version for x in streams]:
+        raise LayerError(in_place)
+    return outputs

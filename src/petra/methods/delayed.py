@@ -8,7 +8,8 @@ from torch import Tensor
 
 from petra.methods.chain import Chain
 from petra.methods.method import Kept, Method
-from petra.reversible.coupling import Gradients, Reversal, Streams
+from petra.reversible.gradients import Reversal
+from petra.reversible.streams import Gradients, Streams
 from petra.schedule import Order, low_staleness
 
 

@@ -10,7 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from petra.methods.chain import Chain, Tape
-from petra.reversible.coupling import Gradients, Reversal, Streams
+from petra.reversible.gradients import Reversal
+from petra.reversible.streams import Gradients, Streams
 from petra.schedule import Order
 
 
@@ -44,7 +45,7 @@ class Method(ABC):
 
     @abstractmethod
     def forward(self, chain: Chain, microbatch: int, inputs: Streams, final: bool) -> tuple[Streams, Kept]:
-        """Outputs, and what to keep. ``final``: the backward of this micro-batch comes next."""
+        """Outputs, and what to keep. ``final``: this is the last stage, where the loss follows at once."""
 
     @abstractmethod
     def backward(

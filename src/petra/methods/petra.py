@@ -8,7 +8,8 @@ from torch import Tensor
 
 from petra.methods.chain import Chain
 from petra.methods.method import Kept, Method
-from petra.reversible.coupling import Gradients, ParameterGradients, Reversal, Streams, add_gradients
+from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients
+from petra.reversible.streams import Gradients, Streams
 from petra.schedule import Order, Sequential, low_staleness
 
 

@@ -2,9 +2,11 @@
 
 from petra.reversible.backprop import plain_autograd, reversible_run
 from petra.reversible.check import Invertibility, check_invertible
-from petra.reversible.coupling import Additive, Coupling, Gradients, Reversal, Streams
+from petra.reversible.coupling import Additive, Coupling
+from petra.reversible.gradients import Reversal
 from petra.reversible.layer import CoupledLayer, ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.network import Network
+from petra.reversible.streams import Gradients, Streams
 
 __all__ = [
     "Additive",

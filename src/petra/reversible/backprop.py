@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petra.reversible.coupling import Coupling, ParameterGradients, Streams, add_gradients, trainable
+from petra.reversible.coupling import Coupling
+from petra.reversible.gradients import ParameterGradients, add_gradients, trainable
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.randomness import forked, random_state, restore_random_state
 from petra.reversible.statistics import frozen_statistics, normalisations
+from petra.reversible.streams import Streams, autocast_dtype, autocasting
 
 _PLAIN: ContextVar[bool] = ContextVar("plain_autograd", default=False)
 
@@ -54,12 +56,8 @@ class _Run(torch.autograd.Function):
         ctx.couplings = couplings
         ctx.parameters = tensors[width:]
         ctx.device = tensors[0].device
-        kind = ctx.device.type
-        ctx.autocast = (
-            {"dtype": torch.get_autocast_dtype(kind), "enabled": True}
-            if torch.is_autocast_enabled(kind)
-            else {"enabled": False}
-        )
+        ctx.autocast = autocast_dtype(ctx.device)
+        ctx.versions = [p._version for p in ctx.parameters]
         streams = tensors[:width]
         ctx.random = []
         for coupling in couplings:
@@ -73,12 +71,17 @@ class _Run(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if [p._version for p in ctx.parameters] != ctx.versions:
+            raise RuntimeError(
+                "a parameter of a reversible layer was changed between forward and backward: inputs can only be "
+                "reconstructed with the weights of the forward pass, so step the optimizer after backward"
+            )
         streams: Streams = ctx.saved_tensors
         totals: ParameterGradients = {}
         norms = normalisations(module for coupling in ctx.couplings for module in coupling.modules)
         with (
             forked(ctx.device),
-            torch.autocast(ctx.device.type, cache_enabled=False, **ctx.autocast),
+            autocasting(ctx.device, ctx.autocast),
             frozen_statistics(norms),
         ):
             for coupling, state in zip(reversed(ctx.couplings), reversed(ctx.random), strict=True):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from petra.reversible.backprop import plain_autograd, reversible_run
-from petra.reversible.coupling import Streams, trainable
+from petra.reversible.gradients import trainable
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.randomness import forked, random_state, restore_random_state
 from petra.reversible.statistics import frozen_statistics, normalisations
+from petra.reversible.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def _gradients(run: list[ReversibleLayer], streams: Streams) -> list[Tensor]:
 
 
 def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    scale = max(float(b.abs().max()) for b in expected)
-    return worst / max(scale, torch.finfo(expected[0].dtype).tiny)
+    # Tensor maxima, because Python's would lose a NaN.
+    worst = torch.stack([(a - b).abs().max() for a, b in zip(found, expected, strict=True)]).max()
+    scale = torch.stack([b.abs().max() for b in expected]).max()
+    return float(worst / scale.clamp(min=torch.finfo(scale.dtype).tiny))

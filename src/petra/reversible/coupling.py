@@ -8,76 +8,20 @@ of the layer it belongs to.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from petra.reversible.gradients import Reversal, trainable, vjp
 from petra.reversible.randomness import random_state, restore_random_state
 from petra.reversible.statistics import frozen_statistics, normalisations
+from petra.reversible.streams import Gradients, Streams, T, as_streams, leaves
 
 if TYPE_CHECKING:
     from petra.reversible.layer import ReversibleLayer
-
-T = TypeVar("T")
-
-Streams = tuple[Tensor, ...]
-"""What flows between layers: one tensor, or two in a reversible run."""
-
-Gradients = tuple[Tensor | None, ...]
-"""A gradient for each stream; None stands for zero."""
-
-ParameterGradients = dict[nn.Parameter, Tensor]
-"""A gradient for each parameter that was used."""
-
-
-class Reversal(NamedTuple):
-    """What taking a gradient back through a reversible step gives."""
-
-    inputs: Streams
-    gradients: Gradients
-    parameters: ParameterGradients
-
-
-def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of the modules that want a gradient, each once."""
-    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
-
-
-def add_gradients(total: ParameterGradients, more: ParameterGradients) -> None:
-    """Add ``more`` to ``total``, leaving the tensors of both as they are."""
-    for parameter, gradient in more.items():
-        total[parameter] = total[parameter] + gradient if parameter in total else gradient
-
-
-def vjp(outputs: Streams, inputs: Streams, parameters: list[nn.Parameter], gradients: Gradients) -> Reversal:
-    """Gradients of a recorded evaluation with regard to its inputs and parameters."""
-    pairs = [
-        (out, grad.to(out.dtype))  # under autocast a residual is of lower precision than its stream
-        for out, grad in zip(outputs, gradients, strict=True)
-        if grad is not None and out.requires_grad
-    ]
-    wanted = [*(x for x in inputs if x.requires_grad), *parameters]
-    if not pairs or not wanted:
-        return Reversal(inputs, tuple(None for _ in inputs), {})
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    into_inputs = tuple(next(found) if x.requires_grad else None for x in inputs)
-    into_parameters = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
-    return Reversal(inputs, into_inputs, into_parameters)
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Which memory a tensor lies in; tells storages apart on every device, also on "meta"."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def leaves(streams: Streams) -> Streams:
-    """The same values as the start of a new graph."""
-    return tuple(
-        x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x.detach() for x in streams
-    )
 
 
 class Coupling(ABC):
@@ -122,6 +66,7 @@ class Additive(Coupling):
         return (self.source,)
 
     def forward(self, streams: Streams) -> Streams:
+        _check_pair(streams)
         residual = self._evaluate(streams[self.source])
         return self._place(streams[self.source], streams[self.target] + residual, self.swap)
 
@@ -149,12 +94,18 @@ class Additive(Coupling):
         return evaluate_untouched(self.function, x)
 
     def _pick(self, pair: tuple[T, ...]) -> tuple[T, T]:
+        _check_pair(pair)
         source, target = pair[self.source], pair[self.target]
         return (target, source) if self.swap else (source, target)
 
     def _place(self, source: T, target: T, swap: bool = False) -> tuple[T, ...]:
         placed = (source, target) if self.source < self.target else (target, source)
         return placed[::-1] if swap else placed
+
+
+def _check_pair(streams: tuple[object, ...]) -> None:
+    if len(streams) != 2:
+        raise ValueError(f"a reversible block takes two streams, not {len(streams)}: split the input before it")
 
 
 @dataclass(frozen=True)
@@ -171,10 +122,10 @@ class Whole(Coupling):
         return (self.layer,)
 
     def forward(self, streams: Streams) -> Streams:
-        return self.layer(*streams)  # type: ignore[no-any-return]
+        return as_streams(self.layer(*streams))
 
     def inverse(self, streams: Streams) -> Streams:
-        return self.layer.inverse(*streams)
+        return as_streams(self.layer.inverse(*streams))
 
     def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
         device = streams[0].device

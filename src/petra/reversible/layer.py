@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from petra.reversible.coupling import Additive, Coupling, Streams, Whole
+from petra.reversible.coupling import Additive, Coupling, Whole
+from petra.reversible.streams import Streams
 
 
 class ReversibleLayer(nn.Module, ABC):

@@ -15,7 +15,8 @@ def generators(device: torch.device) -> list[torch.Generator]:
     found = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        found.append(torch.cuda.default_generators[device.index or torch.cuda.current_device()])
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found.append(torch.cuda.default_generators[index])
     return found
 
 

@@ -12,8 +12,8 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def normalisations(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The batch and instance norms inside the modules that keep running statistics."""
-    found = (m for module in modules for m in module.modules())
+    """The batch and instance norms inside the modules that keep running statistics, each once."""
+    found = dict.fromkeys(m for module in modules for m in module.modules())
     return [m for m in found if isinstance(m, _NormBase) and m.running_mean is not None]
 
 

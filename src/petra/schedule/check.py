@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from petra.schedule.action import Action, Kind
 from petra.schedule.draw import draw
 from petra.schedule.layout import Deadlock, lay_out, waits_for
@@ -17,19 +19,25 @@ class ScheduleError(ValueError):
         super().__init__(f"{problem}\n{draw(schedule, action)}")
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: Schedule, staleness: Sequence[int] | None = None) -> None:
     """Raise `ScheduleError` unless the schedule can be carried out and loses nothing.
 
-    Each micro-batch goes forward and backward exactly once on every stage and enters exactly one update
-    there; every message is sent in an earlier phase than it is used in; no worker waits for ever.
+    Each micro-batch goes forward and backward exactly once on every stage, in order, and enters exactly one
+    update there; every message is sent in an earlier phase than it is used in; no worker waits for ever;
+    and, if given, the ticks between forward and backward on each stage are those of ``staleness``.
     """
+    _check_messages(schedule)
+    _check_programs(schedule)
     try:
         lay_out(schedule.programs)
     except Deadlock as stuck:
-        _check_messages(schedule)
         raise ScheduleError(str(stuck), schedule) from None
-    _check_messages(schedule)
-    _check_programs(schedule)
+    for stage, delays in enumerate(schedule.staleness() if staleness is not None else []):
+        for microbatch, delay in enumerate(delays):
+            if staleness is not None and delay != staleness[stage]:
+                action = Action(stage, Kind.BACKWARD, microbatch)
+                problem = f"{action} comes {delay} ticks after its forward, not {staleness[stage]}"
+                raise ScheduleError(problem, schedule, action)
 
 
 def _check_messages(schedule: Schedule) -> None:
@@ -54,6 +62,8 @@ def _check_programs(schedule: Schedule) -> None:
         for action in program:
             m = action.microbatch
             if action.kind is Kind.FORWARD:
+                if m != len(forwards):
+                    raise ScheduleError(f"{action} should be {stage}F{len(forwards)}", schedule, action)
                 forwards.add(m)
             elif action.kind is Kind.BACKWARD:
                 if m not in forwards:

@@ -31,7 +31,10 @@ class Schedule:
     @property
     def programs(self) -> list[list[Action]]:
         """Each stage's own actions in its own order: what one worker follows."""
-        return [[action for action in self.actions if action.stage == stage] for stage in range(self.stages)]
+        programs: list[list[Action]] = [[] for _ in range(self.stages)]
+        for action in self.actions:
+            programs[action.stage].append(action)
+        return programs
 
     @property
     def microbatches(self) -> int:

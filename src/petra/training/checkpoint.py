@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as to_safetensors
 from torch import nn
 
 FORMAT = 1
@@ -70,8 +70,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def export_weights(network: nn.Module, path: Path) -> None:
     """Write the weights as safetensors under the network's own names; they load without Petra."""
-    tensors = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary)
-    temporary.replace(path)
+    # Copies, for safetensors takes no two names of one memory, which layers that share weights have.
+    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in network.state_dict().items()}
+
+    def write(file: IO[bytes]) -> None:
+        file.write(to_safetensors(tensors))
+
+    write_atomically(path, write)

@@ -45,6 +45,9 @@ class RunConfig:
         model_options = {**merged.get("model_options", {}), **options.get("model_options", {})}
         if "model" in options and options["model"] != merged.get("model"):
             model_options = options.get("model_options", {})  # those of the recipe were for its own model
+        method = methods.METHODS.get(options.get("method", ""))
+        if method is not None and not method.pipelined:
+            merged.pop("order", None)  # the recipe's is for its own method
         merged.update(options)
         merged["model_options"] = model_options
         for name in ("model", "data"):
@@ -82,6 +85,8 @@ class RunConfig:
         for name in ("momentum", "weight_decay", "warmup_epochs", "checkpoint_every", "seed"):
             if not isfinite(value := getattr(self, name)) or value < 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 0 or more")
+        if self.seed >= 2**63:
+            raise ValueError(f"--seed is {self.seed}: give less than 2^63")
         if self.lr is not None and not (isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"--lr is {self.lr}: give 0 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ class MetricsLog:
     def __init__(self, path: Path, keep_bytes: int = 0, tensorboard: Path | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
-        self._file.truncate(keep_bytes)
+        self._file.truncate(min(keep_bytes, path.stat().st_size))
+        self._file.seek(0, os.SEEK_END)  # truncating does not move the position
         self._board = _open_board(tensorboard) if tensorboard is not None else None
 
     @property

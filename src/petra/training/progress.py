@@ -35,9 +35,11 @@ class Progress:
         """The epoch is over."""
         self.close()
         if not self._quiet:
+            trained = "no micro-batch has reached the loss yet"
+            if record["train_loss"] is not None:
+                trained = f"loss {record['train_loss']:.3f}, train {record['train_accuracy']:.1%}"
             print(
-                f"{self._method} epoch {record['epoch']}/{self._epochs}: "
-                f"loss {record['train_loss']:.3f}, train {record['train_accuracy']:.1%}, "
+                f"{self._method} epoch {record['epoch']}/{self._epochs}: {trained}, "
                 f"test {record['test_accuracy']:.1%}, {record['samples_per_second']:.0f} samples/s",
                 file=sys.stderr,
             )

@@ -17,22 +17,31 @@ import torch
 from torch import nn
 
 from petra import models
-from petra.execution import Finished
+from petra.execution import Diverged, Finished
 from petra.measure import MemoryProbe, environment
 from petra.training import checkpoint, recipes
 from petra.training.config import RunConfig
 from petra.training.data import Batches, ImageData, load
 from petra.training.metrics import MetricsLog
 from petra.training.progress import Progress
-from petra.training.trainer import Evaluation, Trainer, count_correct
+from petra.training.trainer import Trainer, count_correct
 
-CONFIG, CHECKPOINT, METRICS, SUMMARY, WEIGHTS = (
-    "config.json",
-    "checkpoint.pt",
-    "metrics.jsonl",
-    "summary.json",
-    "weights.safetensors",
-)
+FILES = ("config.json", "checkpoint.pt", "metrics.jsonl", "summary.json", "weights.safetensors")
+CONFIG, CHECKPOINT, METRICS, SUMMARY, WEIGHTS = FILES
+
+
+def refuse_to_overwrite(folder: Path, how: str) -> None:
+    """Raise ValueError if there is something in the folder that a new run would write over."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out is {folder}, which is a file: give a folder")
+    if any((folder / name).exists() for name in FILES):
+        raise ValueError(f"{folder} holds a run already: give {how}, or another --out")
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what a run has written, and nothing else."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 class Interrupted(Exception):
@@ -50,7 +59,10 @@ class Position:
     samples: int = 0
     best_accuracy: float = -1.0
     best_epoch: int = 0
-    accuracy: float = 0.0
+    test_loss: float = 0.0
+    test_accuracy: float = 0.0
+    seconds: float = 0.0
+    trained: int = 0
     finished: bool = False
     memory: list[dict[str, int]] = field(default_factory=list)
     activation_peak: int = 0
@@ -83,10 +95,8 @@ class Run:
     ) -> None:
         config.validate()
         self.config, self.folder, self.device = config, folder, torch.device(device)
-        if (folder / CONFIG).exists() and not resume:
-            raise ValueError(
-                f"{folder} holds a run already: give --resume to continue it, or another --out for a new one"
-            )
+        if not resume:
+            refuse_to_overwrite(folder, "--resume to continue it")
         data = load(config.data, seed=config.seed) if data is None else data
         self.train = Batches(data, "train", config.batch_size, seed=config.seed, device=self.device)
         self.test = Batches(data, "test", max(config.batch_size, 256), device=self.device)
@@ -119,14 +129,12 @@ class Run:
         checkpoint.write_json(folder / CONFIG, config.to_json())
         self.metrics = MetricsLog(folder / METRICS, keep, folder / "tensorboard" if tensorboard else None)
         self.progress = Progress(config.method, config.epochs, len(self.train), quiet)
-        self._seconds = 0.0
-        self._trained = 0
 
     def __call__(self) -> dict[str, Any]:
         """Train to the end and return the summary."""
         try:
             if self.position.finished and (self.folder / SUMMARY).exists():
-                return dict(json.loads((self.folder / SUMMARY).read_text()))
+                return self._summary()
             with _stoppable() as stop:
                 while self.position.epoch < self.config.epochs:
                     self._epoch(stop)
@@ -141,8 +149,8 @@ class Run:
         for x, y in self.train.epoch(position.epoch, position.batch):
             began = time.perf_counter()
             position.count(self._tick(x, y))
-            self._seconds += time.perf_counter() - began
-            self._trained += len(y)
+            position.seconds += time.perf_counter() - began
+            position.trained += len(y)
             position.batch += 1
             self.progress.step(position.loss, position.correct, position.samples, self._rate())
             last = position.batch == len(self.train)
@@ -173,17 +181,17 @@ class Run:
     def _end_epoch(self) -> None:
         position = self.position
         test = self.trainer.evaluate(self.test.epoch(0))
-        position.accuracy = test.accuracy or 0.0
+        position.test_loss, position.test_accuracy = test.loss, test.accuracy or 0.0
         position.epoch += 1
-        if position.accuracy > position.best_accuracy:
-            position.best_accuracy, position.best_epoch = position.accuracy, position.epoch
-        samples = max(position.samples, 1)
+        if position.test_accuracy > position.best_accuracy:
+            position.best_accuracy, position.best_epoch = position.test_accuracy, position.epoch
+        samples = position.samples
         record = {
             "epoch": position.epoch,
-            "train_loss": position.loss / samples,
-            "train_accuracy": position.correct / samples,
-            "test_loss": test.loss,
-            "test_accuracy": test.accuracy,
+            "train_loss": position.loss / samples if samples else None,
+            "train_accuracy": position.correct / samples if samples else None,
+            "test_loss": position.test_loss,
+            "test_accuracy": position.test_accuracy,
             "lr": self._learning_rate(),
             "samples_per_second": self._rate(),
         }
@@ -193,7 +201,6 @@ class Run:
         self._save()
 
     def _finish(self) -> dict[str, Any]:
-        final: Evaluation = self.trainer.evaluate(self.test.epoch(0))
         config, trainer = self.config, self.trainer
         summary = {
             "method": config.method,
@@ -206,8 +213,8 @@ class Run:
             "epochs": config.epochs,
             "seed": config.seed,
             "parameters": sum(p.numel() for p in trainer.network.parameters()),
-            "test_accuracy": final.accuracy,
-            "test_loss": final.loss,
+            "test_accuracy": self.position.test_accuracy,
+            "test_loss": self.position.test_loss,
             "best_test_accuracy": self.position.best_accuracy,
             "best_epoch": self.position.best_epoch,
             "samples_per_second": self._rate(),
@@ -223,13 +230,25 @@ class Run:
         return summary
 
     def _rate(self) -> float:
-        return self._trained / self._seconds if self._seconds else 0.0
+        return self.position.trained / self.position.seconds if self.position.seconds else 0.0
 
     def _learning_rate(self) -> float:
         optimizer = self.trainer.stages[-1].optimizer
         return float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
 
+    def _summary(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.folder / SUMMARY).read_text()))
+        except ValueError as error:
+            raise ValueError(f"{self.folder / SUMMARY} is damaged ({error}): remove it and resume again") from error
+
     def _save(self) -> None:
+        for name, value in self.trainer.network.state_dict().items():
+            if not torch.isfinite(value).all():
+                raise Diverged(
+                    f"{name} is not finite after micro-batch {self.trainer.executor.microbatches - 1}: "
+                    "lower the learning rate; the checkpoint before it is kept"
+                )
         state = {
             "trainer": self.trainer.state_dict(),
             "position": asdict(self.position),
@@ -238,10 +257,15 @@ class Run:
         checkpoint.save(self.folder / CHECKPOINT, state)
 
     def _restore(self) -> int:
-        state = checkpoint.load(self.folder / CHECKPOINT, self.device)
-        self.trainer.load_state_dict(state["trainer"])
-        self.position = Position(**state["position"])
-        return int(state["metrics_bytes"])
+        path = self.folder / CHECKPOINT
+        state = checkpoint.load(path, self.device)
+        try:
+            self.trainer.load_state_dict(state["trainer"])
+            self.position = Position(**state["position"])
+            return int(state["metrics_bytes"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise ValueError(f"{path} does not fit the run ({reason}): are model and data the same?") from error
 
 
 def weights_hash(network: nn.Module) -> str:

@@ -13,8 +13,7 @@ from petra import methods
 from petra.execution import Finished, LocalExecutor, Stage, partition
 from petra.methods import Chain, Method, Settings
 from petra.names import unknown
-from petra.reversible import Streams
-from petra.reversible.network import as_streams
+from petra.reversible.streams import Streams, as_streams, single
 from petra.schedule import Order, Pipelined, lock_step, low_staleness
 
 Loss = Callable[[Any, Any], Tensor]
@@ -37,7 +36,8 @@ class Evaluation:
 class Trainer:
     """Trains ``network`` with ``method``, cut into ``stages``.
 
-    ``network`` is an ``nn.Sequential`` or `petra.Network`; it is trained in place. ``stages`` is their
+    ``network`` is an ``nn.Sequential`` or `petra.Network`; it is trained in place, its modules in the modes
+    (``train()`` or ``eval()``) they are in. ``stages`` is their
     number, or the number of layers of each. ``optimizer`` makes one for the parameters of a stage,
     ``scheduler`` a learning-rate scheduler for it, stepped after every update of the stage. An update
     uses the mean gradient of ``accumulate`` micro-batches, clipped to ``clip_norm`` stage by stage.
@@ -80,14 +80,13 @@ class Trainer:
         self.network = network
         self.device = torch.device(device) if device is not None else _device_of(network)
         network.to(self.device)
-        network.train()
-        _refuse_shared_parameters(network, cuts)
+        _refuse_sharing(network, cuts)
         settings = Settings(self.device, seed, autocast)
         made: list[Stage] = []
         for index, cut in enumerate(cuts):
             chain = Chain([network[i] for i in cut], cut.start, settings)
             trained = [p for p in chain.parameters() if p.requires_grad]
-            own = optimizer(trained) if trained else None
+            own = _optimizer(optimizer, trained) if trained else None
             made.append(
                 Stage(
                     index,
@@ -95,7 +94,7 @@ class Trainer:
                     chain,
                     self.method,
                     own,
-                    scheduler(own) if scheduler is not None and own is not None else None,
+                    _scheduler(scheduler, own) if scheduler is not None and own is not None else None,
                     loss if index == len(cuts) - 1 else None,
                     clip_norm,
                 )
@@ -138,8 +137,7 @@ class Trainer:
 
     def predict(self, inputs: Tensor | Streams) -> Any:
         """Outputs in evaluation mode with the weights of this moment; nothing in flight is disturbed."""
-        outputs = self.executor.predict(self._on_device(inputs))
-        return outputs[0] if len(outputs) == 1 else outputs
+        return single(self.executor.predict(self._on_device(inputs)))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
@@ -173,7 +171,7 @@ class Trainer:
                     f"use the same {name} to resume it"
                 )
         self.network.load_state_dict(state["network"])
-        self.executor.load_state_dict(state["executor"])
+        self.executor.load_state_dict(_moved(state["executor"], self.device))
 
     def _on_device(self, inputs: Tensor | Streams) -> Streams:
         return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
@@ -206,18 +204,45 @@ def count_correct(outputs: Any, targets: Any) -> Tensor | None:
     return correct
 
 
+def _moved(state: Any, device: torch.device) -> Any:
+    """The same state with its tensors on ``device``, in containers of its own."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {key: _moved(value, device) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_moved(value, device) for value in state)
+    return state
+
+
+def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = factory(parameters)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss several times per step, which a pipeline cannot: use SGD or AdamW")
+    return optimizer
+
+
+def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    scheduler = factory(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau waits for a metric, but schedulers are stepped after every update: use one that counts"
+        )
+    return scheduler
+
+
 def _device_of(network: nn.Module) -> torch.device:
     tensor = next(network.parameters(), None)
     return tensor.device if tensor is not None else torch.device("cpu")
 
 
-def _refuse_shared_parameters(network: nn.Sequential, cuts: list[range]) -> None:
-    owner: dict[nn.Parameter, int] = {}
+def _refuse_sharing(network: nn.Sequential, cuts: list[range]) -> None:
+    owner: dict[Tensor, int] = {}
     for index, cut in enumerate(cuts):
         for layer in cut:
-            for name, parameter in network[layer].named_parameters():
-                if owner.setdefault(parameter, index) != index:
+            for name, tensor in (*network[layer].named_parameters(), *network[layer].named_buffers()):
+                if owner.setdefault(tensor, index) != index:
                     raise ValueError(
-                        f"parameter {name} of layer {layer} belongs to stages {owner[parameter]} and {index}: "
+                        f"{name} of layer {layer} belongs to stages {owner[tensor]} and {index}: "
                         "each stage owns its weights, so put the layers that share it into one stage"
                     )

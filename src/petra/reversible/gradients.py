@@ -1,0 +1,49 @@
+"""Gradients of recorded evaluations, and of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from petra.reversible.streams import Gradients, Streams
+
+ParameterGradients = dict[nn.Parameter, Tensor]
+"""A gradient for each parameter that was used."""
+
+
+class Reversal(NamedTuple):
+    """What going back through layers gives."""
+
+    inputs: Streams
+    gradients: Gradients
+    parameters: ParameterGradients
+
+
+def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of the modules that want a gradient, each once."""
+    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+
+
+def add_gradients(total: ParameterGradients, more: ParameterGradients) -> None:
+    """Add ``more`` to ``total``, leaving the tensors of both as they are."""
+    for parameter, gradient in more.items():
+        total[parameter] = total[parameter] + gradient if parameter in total else gradient
+
+
+def vjp(outputs: Streams, inputs: Streams, parameters: list[nn.Parameter], gradients: Gradients) -> Reversal:
+    """Take the gradients of the outputs of a recorded evaluation back to its inputs and parameters."""
+    pairs = [
+        (out, grad.to(out.dtype))  # under autocast a residual is of lower precision than its stream
+        for out, grad in zip(outputs, gradients, strict=True)
+        if grad is not None and out.requires_grad
+    ]
+    wanted = [*(x for x in inputs if x.requires_grad), *parameters]
+    if not pairs or not wanted:
+        return Reversal(inputs, tuple(None for _ in inputs), {})
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    into_inputs = tuple(next(found) if x.requires_grad else None for x in inputs)
+    into_parameters = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+    return Reversal(inputs, into_inputs, into_parameters)

@@ -1,0 +1,64 @@
+"""Streams: the tuple of tensors that flows between layers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+Streams = tuple[Tensor, ...]
+"""One tensor, or two in a reversible run."""
+
+Gradients = tuple[Tensor | None, ...]
+"""A gradient for each stream; None stands for zero."""
+
+
+def as_streams(output: Tensor | Streams) -> Streams:
+    """A layer's output as a tuple; under autocast in float32.
+
+    Streams are added to over many layers, and reversible layers subtract again what they added:
+    both need the precision, while the residual functions can do with less.
+    """
+    streams = (output,) if isinstance(output, Tensor) else tuple(output)
+    if streams and autocast_dtype(streams[0].device) is not None:
+        low = (torch.float16, torch.bfloat16)
+        streams = tuple(x.float() if x.dtype in low else x for x in streams)
+    return streams
+
+
+def single(streams: tuple[T, ...]) -> T | tuple[T, ...]:
+    """The stream itself if there is but one."""
+    return streams[0] if len(streams) == 1 else streams
+
+
+def leaves(streams: Streams) -> Streams:
+    """The same values as the start of a new graph."""
+    return tuple(
+        x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x.detach() for x in streams
+    )
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Which memory a tensor lies in; tells storages apart on every device, also on "meta"."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of the autocast that is on for ``device`` now, if any."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to ``dtype``, or none at all, whatever is on outside.
+
+    Cast weights are not cached: a cache would outlive an update or a change of weights.
+    """
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
