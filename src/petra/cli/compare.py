@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
 def table(summaries: list[dict[str, Any]]) -> str:
     """A row a method."""
     return render(
-        ["method", "stages", "order", "test accuracy", "samples/s", "peak activations", "stashed weights"],
+        ["method", "stages", "order", "test accuracy", "samples/s", "peak activation memory", "stashed weights"],
         [
             [
                 s["method"],
