@@ -24,7 +24,7 @@ def test_code_block(number, capsys):
 
 def test_there_are_two_blocks_and_the_first_is_short():
     assert len(BLOCKS) == 2
-    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 14
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 11
 
 
 def test_the_drawing_is_what_the_command_prints(capsys):

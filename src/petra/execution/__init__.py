@@ -2,10 +2,9 @@
 
 from petra.execution.local import LocalExecutor, Observer
 from petra.execution.partition import partition
-from petra.execution.stage import BackwardMessage, Diverged, Finished, NonFiniteLoss, Stage
+from petra.execution.stage import Diverged, Finished, NonFiniteLoss, Stage
 
 __all__ = [
-    "BackwardMessage",
     "Diverged",
     "Finished",
     "LocalExecutor",

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from petra.execution.stage import BackwardMessage, Finished, Stage
+from petra.execution.stage import Finished, Stage
+from petra.methods import BackwardMessage
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Order, Tick
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.execution.stash import WeightStash
-from petra.methods import Chain, Kept, Method
+from petra.methods import BackwardMessage, Chain, Kept, Method
 from petra.reversible.gradients import ParameterGradients, vjp
 from petra.reversible.streams import Gradients, Streams, leaves, single, storage_id
 
@@ -26,14 +26,6 @@ class Diverged(RuntimeError):
 
 class NonFiniteLoss(Diverged):
     """The loss of a micro-batch is NaN or infinite; no weight has been updated with it."""
-
-
-@dataclass(frozen=True)
-class BackwardMessage:
-    """What a stage sends down: gradients, and where they were taken if the stage below needs that."""
-
-    streams: Streams | None
-    gradients: Gradients
 
 
 @dataclass(frozen=True)
@@ -103,10 +95,10 @@ class Stage:
         """Take the message from above back to the stage's inputs; gradients of parameters are added up."""
         if message is None:
             message = self._from_loss.pop(microbatch)
-        weights = None if self.stash is None else self.stash.take(microbatch)
-        streams, gradients, parameters = self.method.backward(
-            self.chain, microbatch, self.kept.pop(microbatch), message.streams, message.gradients, weights
-        )
+        kept = self.kept.pop(microbatch)
+        if self.stash is not None:
+            kept.weights = self.stash.take(microbatch)
+        streams, gradients, parameters = self.method.backward(self.chain, microbatch, kept, message)
         self._accumulate(parameters, (*message.gradients, *gradients))
         return BackwardMessage(streams, gradients)
 

@@ -3,7 +3,7 @@
 from petra.methods.backprop import Backprop, GPipeBackprop, OneForwardOneBackwardBackprop
 from petra.methods.chain import Chain, LayerError, Segment, Settings, Tape
 from petra.methods.delayed import Checkpointed, Delayed
-from petra.methods.method import Kept, Method
+from petra.methods.method import BackwardMessage, Kept, Method
 from petra.methods.petra import Petra, ReversibleBackprop, StashedPetra
 from petra.names import unknown
 
@@ -30,4 +30,4 @@ def find(name: str) -> Method:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Chain", "Kept", "LayerError", "Method", "Segment", "Settings", "Tape", "find"]
+__all__ = ["METHODS", "BackwardMessage", "Chain", "Kept", "LayerError", "Method", "Segment", "Settings", "Tape", "find"]

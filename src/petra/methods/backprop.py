@@ -6,14 +6,10 @@ a time, GPipe and 1F1B overlap the micro-batches of one update and leave a bubbl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from petra.methods.chain import Chain
-from petra.methods.method import Kept, Method
+from petra.methods.method import BackwardMessage, Kept, Method
 from petra.reversible.gradients import Reversal
-from petra.reversible.streams import Gradients, Streams
+from petra.reversible.streams import Streams
 from petra.schedule import GPipe, OneForwardOneBackward, Order, Sequential
 
 
@@ -32,17 +28,9 @@ class Backprop(Method):
         tape = chain.record(chain.whole, inputs, microbatch)
         return tuple(y.detach() for y in tape.outputs), Kept(tape=tape)
 
-    def backward(
-        self,
-        chain: Chain,
-        microbatch: int,
-        kept: Kept,
-        outputs: Streams | None,
-        gradients: Gradients,
-        weights: Sequence[Tensor] | None,
-    ) -> Reversal:
+    def backward(self, chain: Chain, microbatch: int, kept: Kept, message: BackwardMessage) -> Reversal:
         assert kept.tape is not None
-        return kept.tape.gradients(gradients)
+        return kept.tape.gradients(message.gradients)
 
 
 class GPipeBackprop(Backprop):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from petra.methods.chain import Chain
-from petra.methods.method import Kept, Method
+from petra.methods.method import BackwardMessage, Kept, Method
 from petra.reversible.gradients import Reversal
-from petra.reversible.streams import Gradients, Streams
+from petra.reversible.streams import Streams
 from petra.schedule import Order, low_staleness
 
 
@@ -32,18 +28,10 @@ class Checkpointed(Method):
             return tuple(y.detach() for y in tape.outputs), Kept(tape=tape)
         return chain.evaluate(chain.whole, inputs, microbatch), Kept(inputs=[chain.essential(inputs)])
 
-    def backward(
-        self,
-        chain: Chain,
-        microbatch: int,
-        kept: Kept,
-        outputs: Streams | None,
-        gradients: Gradients,
-        weights: Sequence[Tensor] | None,
-    ) -> Reversal:
-        with chain.using(weights):
+    def backward(self, chain: Chain, microbatch: int, kept: Kept, message: BackwardMessage) -> Reversal:
+        with chain.using(kept.weights):
             tape = kept.tape or chain.record(chain.whole, kept.inputs[0], microbatch)
-            return tape.gradients(gradients)
+            return tape.gradients(message.gradients)
 
 
 class Delayed(Checkpointed):

@@ -23,6 +23,16 @@ class Kept:
     """Inputs from which layers will be recomputed, lowest first."""
     tape: Tape | None = None
     """A recorded graph; of the topmost segment if there are inputs too."""
+    weights: Sequence[Tensor] | None = None
+    """The weights of the forward, if the method stashes them and they have changed since."""
+
+
+@dataclass(frozen=True)
+class BackwardMessage:
+    """What a stage sends down: gradients, and where they were taken if the stage below needs that."""
+
+    streams: Streams | None
+    gradients: Gradients
 
 
 class Method(ABC):
@@ -48,19 +58,10 @@ class Method(ABC):
         """Outputs, and what to keep. ``final``: this is the last stage, where the loss follows at once."""
 
     @abstractmethod
-    def backward(
-        self,
-        chain: Chain,
-        microbatch: int,
-        kept: Kept,
-        outputs: Streams | None,
-        gradients: Gradients,
-        weights: Sequence[Tensor] | None,
-    ) -> Reversal:
+    def backward(self, chain: Chain, microbatch: int, kept: Kept, message: BackwardMessage) -> Reversal:
         """Gradients of inputs and parameters, and the inputs that they were taken at.
 
-        ``outputs`` come from the stage above if `needs_outputs`; ``weights`` are those of the forward if
-        they are stashed and have changed since.
+        The message from above carries the stage's outputs if it `needs_outputs`.
         """
 
     def needs_outputs(self, chain: Chain) -> bool:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from petra.methods.chain import Chain
-from petra.methods.method import Kept, Method
+from petra.methods.method import BackwardMessage, Kept, Method
 from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients
-from petra.reversible.streams import Gradients, Streams
+from petra.reversible.streams import Streams
 from petra.schedule import Order, Sequential, low_staleness
 
 
@@ -41,16 +37,8 @@ class Petra(Method):
                 streams = chain.evaluate(segment, streams, microbatch)
         return streams, kept
 
-    def backward(
-        self,
-        chain: Chain,
-        microbatch: int,
-        kept: Kept,
-        outputs: Streams | None,
-        gradients: Gradients,
-        weights: Sequence[Tensor] | None,
-    ) -> Reversal:
-        streams = outputs
+    def backward(self, chain: Chain, microbatch: int, kept: Kept, message: BackwardMessage) -> Reversal:
+        streams, gradients, weights = message.streams, message.gradients, kept.weights
         total: ParameterGradients = {}
         buffered = list(kept.inputs)
         for segment in reversed(chain.segments):

@@ -10,18 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from petra.reversible.gradients import Reversal, trainable, vjp
-from petra.reversible.randomness import random_state, restore_random_state
-from petra.reversible.statistics import frozen_statistics, normalisations
-from petra.reversible.streams import Gradients, Streams, T, as_streams, leaves
-
-if TYPE_CHECKING:
-    from petra.reversible.layer import ReversibleLayer
+from petra.reversible.streams import Gradients, Streams, T, leaves
 
 
 class Coupling(ABC):
@@ -106,37 +100,6 @@ class Additive(Coupling):
 def _check_pair(streams: tuple[object, ...]) -> None:
     if len(streams) != 2:
         raise ValueError(f"a reversible block takes two streams, not {len(streams)}: split the input before it")
-
-
-@dataclass(frozen=True)
-class Whole(Coupling):
-    """A layer of the user's own that brings ``forward`` and ``inverse``, taken as one step.
-
-    Taking gradients back evaluates it twice: once to invert, once for the graph.
-    """
-
-    layer: ReversibleLayer
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:  # type: ignore[override]
-        return (self.layer,)
-
-    def forward(self, streams: Streams) -> Streams:
-        return as_streams(self.layer(*streams))
-
-    def inverse(self, streams: Streams) -> Streams:
-        return as_streams(self.layer.inverse(*streams))
-
-    def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
-        device = streams[0].device
-        state = random_state(device)
-        with torch.no_grad(), frozen_statistics(normalisations(self.modules)):
-            inputs = leaves(self.inverse(streams))
-        restore_random_state(device, state)
-        with torch.enable_grad():
-            outputs = self.forward(inputs)
-        found = vjp(outputs, inputs, trainable(self.modules), gradients)
-        return found._replace(inputs=tuple(x.detach() for x in inputs))
 
 
 def evaluate_untouched(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

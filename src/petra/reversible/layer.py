@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from petra.reversible.coupling import Additive, Coupling, Whole
-from petra.reversible.streams import Streams
+from petra.reversible.coupling import Additive, Coupling
+from petra.reversible.gradients import Reversal, trainable, vjp
+from petra.reversible.randomness import random_state, restore_random_state
+from petra.reversible.statistics import frozen_statistics, normalisations
+from petra.reversible.streams import Gradients, Streams, as_streams, leaves
 
 
 class ReversibleLayer(nn.Module, ABC):
@@ -29,6 +34,37 @@ class ReversibleLayer(nn.Module, ABC):
     def couplings(self) -> tuple[Coupling, ...]:
         """The steps of the layer, in forward order."""
         return (Whole(self),)
+
+
+@dataclass(frozen=True)
+class Whole(Coupling):
+    """A layer of the user's own that brings ``forward`` and ``inverse``, taken as one step.
+
+    Taking gradients back evaluates it twice: once to invert, once for the graph.
+    """
+
+    layer: ReversibleLayer
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:  # type: ignore[override]
+        return (self.layer,)
+
+    def forward(self, streams: Streams) -> Streams:
+        return as_streams(self.layer(*streams))
+
+    def inverse(self, streams: Streams) -> Streams:
+        return as_streams(self.layer.inverse(*streams))
+
+    def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
+        device = streams[0].device
+        state = random_state(device)
+        with torch.no_grad(), frozen_statistics(normalisations(self.modules)):
+            inputs = leaves(self.inverse(streams))
+        restore_random_state(device, state)
+        with torch.enable_grad():
+            outputs = self.forward(inputs)
+        found = vjp(outputs, inputs, trainable(self.modules), gradients)
+        return found._replace(inputs=tuple(x.detach() for x in inputs))
 
 
 class CoupledLayer(ReversibleLayer):
