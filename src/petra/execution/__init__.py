@@ -2,7 +2,10 @@
 
 from petra.execution.local import LocalExecutor, Observer
 from petra.execution.partition import partition
+from petra.execution.rank import RankExecutor
 from petra.execution.stage import Diverged, Finished, NonFiniteLoss, Stage
+from petra.execution.templates import Rehearsal
+from petra.execution.transport import Transport
 
 __all__ = [
     "Diverged",
@@ -10,6 +13,9 @@ __all__ = [
     "LocalExecutor",
     "NonFiniteLoss",
     "Observer",
+    "RankExecutor",
+    "Rehearsal",
     "Stage",
+    "Transport",
     "partition",
 ]

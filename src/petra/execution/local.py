@@ -24,16 +24,16 @@ class LocalExecutor:
     """
 
     def __init__(self, stages: Sequence[Stage], order: Order) -> None:
-        assert len(stages) == order.stages
         self.stages = list(stages)
+        self._owned = {stage.index: stage for stage in stages}
         self.order = order
         self.observers: list[Observer] = []
         """Called after every action with the tick, the action and its stage."""
         self.acting: int | None = None
         """The stage that is at work."""
-        self.ups: list[dict[int, Streams]] = [{} for _ in stages]
+        self.ups: list[dict[int, Streams]] = [{} for _ in range(order.stages)]
         """For each stage, the inputs that wait for it."""
-        self.downs: list[dict[int, BackwardMessage]] = [{} for _ in stages]
+        self.downs: list[dict[int, BackwardMessage]] = [{} for _ in range(order.stages)]
         """For each stage, what has come back from the stage above."""
         self.targets: dict[int, Any] = {}
         self._start = 0  # the first micro-batch since the pipeline was last empty
@@ -54,8 +54,7 @@ class LocalExecutor:
     def tick(self, inputs: Streams, targets: Any) -> list[Finished]:
         """Read one micro-batch and let every stage do what the order has it do; what reached the loss."""
         with self._whole():
-            self.ups[0][self.microbatches] = inputs
-            self.targets[self.microbatches] = targets
+            self._read(inputs, targets)
             self._fed += 1
             finished = self._perform(self.order.tick(self._tick, self._fed))
             self._tick += 1
@@ -72,6 +71,10 @@ class LocalExecutor:
             self._start, self._fed, self._tick = self.microbatches, 0, 0
             assert not any((*self.ups, *self.downs, self.targets, *(stage.kept for stage in self.stages)))
         return finished
+
+    def _read(self, inputs: Streams, targets: Any) -> None:
+        self.ups[0][self.microbatches] = inputs
+        self.targets[self.microbatches] = targets
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -100,32 +103,44 @@ class LocalExecutor:
         finished = []
         for phase in tick:
             for action in phase:
-                finished += self._act(action)
+                if action.stage in self._owned:
+                    finished += self._act(action)
         return finished
 
     def _act(self, action: Action) -> list[Finished]:
-        stage = self.stages[action.stage]
+        stage = self._owned[action.stage]
         self.acting = stage.index
         microbatch = self._start + action.microbatch
         finished = []
         if action.kind is Kind.FORWARD:
-            outputs = stage.forward(microbatch, self.ups[stage.index].pop(microbatch))
+            outputs = stage.forward(microbatch, self._take_up(stage.index, microbatch))
             if stage.last:
                 finished.append(stage.finish(microbatch, outputs, self.targets.pop(microbatch)))
             else:
-                self.ups[stage.index + 1][microbatch] = outputs
+                self._send_up(stage.index + 1, microbatch, outputs)
         elif action.kind is Kind.BACKWARD:
-            message = stage.backward(microbatch, self.downs[stage.index].pop(microbatch, None))
+            above = None if stage.last else self._take_down(stage.index, microbatch)
+            message = stage.backward(microbatch, above)
             if stage.index > 0:
-                below = self.stages[stage.index - 1]
-                streams = message.streams if below.needs_outputs else None
-                self.downs[below.index][microbatch] = BackwardMessage(streams, message.gradients)
+                self._send_down(stage.index - 1, microbatch, message)
         else:
             stage.update()
         self.acting = None
         for observe in self.observers:
             observe(self._tick, Action(stage.index, action.kind, microbatch), stage)
         return finished
+
+    def _take_up(self, stage: int, microbatch: int) -> Streams:
+        return self.ups[stage].pop(microbatch)
+
+    def _send_up(self, stage: int, microbatch: int, streams: Streams) -> None:
+        self.ups[stage][microbatch] = streams
+
+    def _take_down(self, stage: int, microbatch: int) -> BackwardMessage:
+        return self.downs[stage].pop(microbatch)
+
+    def _send_down(self, stage: int, microbatch: int, message: BackwardMessage) -> None:
+        self.downs[stage][microbatch] = message
 
     def messages(self, stage: int) -> list[Tensor]:
         """The tensors that wait for a stage; for the first, that is data."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Chain, Kept, Method
 from petra.reversible.gradients import ParameterGradients, vjp
-from petra.reversible.streams import Gradients, Streams, leaves, single, storage_id
+from petra.reversible.streams import Gradients, Streams, dense, leaves, single, storage_id
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -51,6 +51,7 @@ class Stage:
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         loss: Loss | None = None,
         clip_norm: float | None = None,
+        sends_streams: bool = True,
     ) -> None:
         self.index = index
         self.last = index == count - 1
@@ -62,6 +63,8 @@ class Stage:
         self.clip_norm = clip_norm
         self.parameters = chain.parameters()
         self.needs_outputs = method.needs_outputs(chain)
+        self.sends_streams = sends_streams
+        """Whether the stage below needs its outputs back."""
         self.kept: dict[int, Kept] = {}
         self.stash = WeightStash(self.parameters) if method.stashes_weights else None
         self.updates = 0
@@ -73,7 +76,7 @@ class Stage:
         outputs, self.kept[microbatch] = self.method.forward(self.chain, microbatch, inputs, self.last)
         if self.stash is not None:
             self.stash.keep(microbatch)
-        return outputs
+        return tuple(dense(y) for y in outputs)
 
     def finish(self, microbatch: int, outputs: Streams, targets: Any) -> Finished:
         """On the last stage: the loss, and its gradient ready for `backward` (Alg. 1, lines 28-29)."""
@@ -100,7 +103,8 @@ class Stage:
             kept.weights = self.stash.take(microbatch)
         streams, gradients, parameters = self.method.backward(self.chain, microbatch, kept, message)
         self._accumulate(parameters, (*message.gradients, *gradients))
-        return BackwardMessage(streams, gradients)
+        below = tuple(dense(x) for x in streams) if self.sends_streams else None
+        return BackwardMessage(below, tuple(None if g is None else dense(g) for g in gradients))
 
     def _accumulate(self, found: ParameterGradients, messages: Gradients) -> None:
         if self._accumulated == 0:
@@ -141,7 +145,7 @@ class Stage:
 
     def predict(self, inputs: Streams) -> Streams:
         """Outputs in evaluation mode; touches nothing."""
-        return self.chain.predict(inputs)
+        return tuple(dense(y) for y in self.chain.predict(inputs))
 
     def gradients(self) -> list[Tensor | None]:
         """Gradients of the parameters: those being added up, or the mean that the last update used."""

@@ -42,6 +42,13 @@ def leaves(streams: Streams) -> Streams:
     )
 
 
+def dense(x: Tensor) -> Tensor:
+    """The tensor without gaps in its memory, as it has to be to travel."""
+    if x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)):
+        return x
+    return x.contiguous()
+
+
 def storage_id(tensor: Tensor) -> int:
     """Which memory a tensor lies in; tells storages apart on every device, also on "meta"."""
     return int(tensor.untyped_storage()._cdata)

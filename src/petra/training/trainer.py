@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petra import methods
-from petra.execution import Finished, LocalExecutor, Stage, partition
+from petra.execution import Finished, LocalExecutor, RankExecutor, Rehearsal, Stage, Transport, partition
 from petra.methods import Chain, Method, Settings
 from petra.names import unknown
 from petra.reversible.streams import Streams, as_streams, single
@@ -44,6 +45,8 @@ class Trainer:
     ``order`` is ``"low-staleness"`` or ``"lock-step"`` or the numbers of micro-batches in flight of
     the stages, for pipelined methods. ``autocast`` is the dtype of residual functions; streams stay in
     float32. ``seed`` decides dropout masks, which depend on layer and micro-batch, not on the cut.
+    ``transport`` spreads the stages over the ranks of a process group: every rank makes the same calls, and
+    holds the weights of its own stages only.
 
     >>> trainer = Trainer(network, loss=nn.functional.cross_entropy, stages=4,
     ...                   optimizer=lambda p: torch.optim.SGD(p, 0.1))       # doctest: +SKIP
@@ -67,6 +70,7 @@ class Trainer:
         autocast: torch.dtype | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        transport: Transport | None = None,
     ) -> None:
         if not isinstance(network, nn.Sequential):
             raise ValueError(
@@ -79,12 +83,22 @@ class Trainer:
         self.order = choose_order(self.method, len(cuts), accumulate, order)
         self.network = network
         self.device = torch.device(device) if device is not None else _device_of(network)
-        network.to(self.device)
         _refuse_sharing(network, cuts)
         settings = Settings(self.device, seed, autocast)
+        chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
+        owners = [0] * len(cuts)
+        if transport is not None:
+            for rank, owned in enumerate(partition(len(cuts), transport.world)):
+                owners[owned.start : owned.stop] = [rank] * len(owned)
+            transport.agree(_identity(network, method=self.method.name, stages=owners, seed=seed))
         made: list[Stage] = []
-        for index, cut in enumerate(cuts):
-            chain = Chain([network[i] for i in cut], cut.start, settings)
+        for index, chain in enumerate(chains):
+            if transport is not None and owners[index] != transport.rank:
+                for layer in chain.layers:
+                    layer.to("meta")  # another rank holds its weights
+                continue
+            for layer in chain.layers:
+                layer.to(self.device)
             trained = [p for p in chain.parameters() if p.requires_grad]
             own = _optimizer(optimizer, trained) if trained else None
             made.append(
@@ -97,10 +111,12 @@ class Trainer:
                     _scheduler(scheduler, own) if scheduler is not None and own is not None else None,
                     loss if index == len(cuts) - 1 else None,
                     clip_norm,
+                    sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
                 )
             )
         self.loss = loss
-        self.executor = LocalExecutor(made, self.order)
+        self.transport = transport
+        self._last_owner = owners[-1]
         self._layout = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
@@ -109,6 +125,11 @@ class Trainer:
             "in_flight": [self.order.staleness(stage) for stage in range(len(cuts))],
             "seed": seed,
         }
+        if transport is None:
+            self.executor = LocalExecutor(made, self.order)
+        else:
+            rehearsal = Rehearsal(list(network), cuts, self.method)
+            self.executor = RankExecutor(made, self.order, owners, transport, rehearsal)
 
     @property
     def stages(self) -> list[Stage]:
@@ -136,8 +157,12 @@ class Trainer:
         return self.executor.drain()
 
     def predict(self, inputs: Tensor | Streams) -> Any:
-        """Outputs in evaluation mode with the weights of this moment; nothing in flight is disturbed."""
-        return single(self.executor.predict(self._on_device(inputs)))
+        """Outputs in evaluation mode with the weights of this moment; nothing in flight is disturbed.
+
+        With a transport, they come out on the last stage's rank; the others get None.
+        """
+        outputs = self.executor.predict(self._on_device(inputs))
+        return None if outputs is None else single(outputs)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
@@ -145,20 +170,26 @@ class Trainer:
         loss, correct, samples, classifies = 0.0, 0, 0, True
         for x, y in batches:
             outputs, targets = self.predict(x), y.to(self.device)
-            loss += float(self.loss(outputs, targets)) * len(y)
             samples += len(y)
+            if outputs is None:
+                continue
+            loss += float(self.loss(outputs, targets)) * len(y)
             right = count_correct(outputs, targets)
             classifies = classifies and right is not None
             correct += int(right) if right is not None else 0
         if samples == 0:
             raise ValueError("there is nothing to evaluate: the batches are empty")
+        if self.transport is not None:
+            self.transport.flush()
+            loss, right_answers, says = self.transport.share([loss, correct, classifies], self._last_owner)
+            correct, classifies = int(right_answers), bool(says)
         return Evaluation(loss / samples, correct / samples if classifies else None, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly."""
         return {
             "layout": self._layout,
-            "network": self.network.state_dict(),
+            "network": {name: v for name, v in self.network.state_dict().items() if not v.is_meta},
             "executor": self.executor.state_dict(),
         }
 
@@ -170,7 +201,7 @@ class Trainer:
                     f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
                     f"use the same {name} to resume it"
                 )
-        self.network.load_state_dict(state["network"])
+        self.network.load_state_dict(state["network"], strict=self.transport is None)
         self.executor.load_state_dict(_moved(state["executor"], self.device))
 
     def _on_device(self, inputs: Tensor | Streams) -> Streams:
@@ -202,6 +233,15 @@ def count_correct(outputs: Any, targets: Any) -> Tensor | None:
         return None
     correct: Tensor = (outputs.argmax(dim=1) == targets).sum()
     return correct
+
+
+def _identity(network: nn.Module, **options: Any) -> str:
+    """What all ranks have to have in common: options, and the weights at the start."""
+    digest = hashlib.sha256(repr(options).encode())
+    for name, value in network.state_dict().items():
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _moved(state: Any, device: torch.device) -> Any:

@@ -1,0 +1,128 @@
+"""Carries a schedule out on one rank of many: its own stages, with messages from and to the neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from petra.execution.local import LocalExecutor
+from petra.execution.stage import Finished, Stage
+from petra.execution.templates import Rehearsal, as_message, as_tensors
+from petra.execution.transport import Arrival, Transport
+from petra.methods import BackwardMessage
+from petra.reversible.streams import Streams
+from petra.schedule import Kind, Order, Tick
+
+
+class RankExecutor(LocalExecutor):
+    """The stages of one rank.
+
+    All ranks make the same calls with micro-batches of the same shapes; the first stage's rank uses the
+    inputs, the last stage's the targets. Every rank knows the whole schedule, so at the start of a tick it
+    makes room for all messages that its neighbours will send in that tick, in the order in which they do,
+    and waits for each only when it is used.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        order: Order,
+        owners: Sequence[int],
+        transport: Transport,
+        rehearsal: Rehearsal,
+    ) -> None:
+        super().__init__(stages, order)
+        self._owners = list(owners)  # stage -> rank
+        self._transport = transport
+        self._rehearsal = rehearsal
+        self._inputs: dict[int, Streams] = {}  # of micro-batches in flight, as "meta" tensors
+        self._arriving_up: dict[tuple[int, int], Arrival] = {}
+        self._arriving_down: dict[tuple[int, int], Arrival] = {}
+
+    def _read(self, inputs: Streams, targets: Any) -> None:
+        self._inputs[self.microbatches] = tuple(torch.empty_like(x, device="meta") for x in inputs)
+        if 0 in self._owned:
+            self.ups[0][self.microbatches] = inputs
+        if self.order.stages - 1 in self._owned:
+            self.targets[self.microbatches] = targets
+
+    def _perform(self, tick: Tick) -> list[Finished]:
+        self._make_room(tick)
+        finished = super()._perform(tick)
+        for phase in tick:
+            for action in phase:
+                if action.kind is Kind.BACKWARD and action.stage == 0:  # it has left the pipeline
+                    self._inputs.pop(self._start + action.microbatch)
+        return finished
+
+    def _make_room(self, tick: Tick) -> None:
+        for phase in tick:
+            for action in phase:
+                if action.stage in self._owned:
+                    continue
+                microbatch, source = self._start + action.microbatch, self._owners[action.stage]
+                shapes = self._rehearsal.shapes(self._inputs[microbatch])
+                if action.kind is Kind.FORWARD and (to := action.stage + 1) in self._owned:
+                    arrival = self._transport.receive(source, shapes.ups[to])
+                    self._arriving_up[to, microbatch] = arrival
+                elif action.kind is Kind.BACKWARD and (to := action.stage - 1) in self._owned:
+                    arrival = self._transport.receive(source, shapes.downs[to])
+                    self._arriving_down[to, microbatch] = arrival
+
+    def _take_up(self, stage: int, microbatch: int) -> Streams:
+        if (stage, microbatch) in self._arriving_up:
+            return tuple(x for x in self._arriving_up.pop((stage, microbatch))() if x is not None)
+        return super()._take_up(stage, microbatch)
+
+    def _send_up(self, stage: int, microbatch: int, streams: Streams) -> None:
+        if stage in self._owned:
+            super()._send_up(stage, microbatch, streams)
+        else:
+            self._transport.send(self._owners[stage], streams)
+
+    def _take_down(self, stage: int, microbatch: int) -> BackwardMessage:
+        if (stage, microbatch) in self._arriving_down:
+            tensors = self._arriving_down.pop((stage, microbatch))()
+            return as_message(tensors, self._owned[stage].needs_outputs)
+        return super()._take_down(stage, microbatch)
+
+    def _send_down(self, stage: int, microbatch: int, message: BackwardMessage) -> None:
+        if stage in self._owned:
+            super()._send_down(stage, microbatch, message)
+        else:
+            self._transport.send(self._owners[stage], as_tensors(message))
+
+    def drain(self) -> list[Finished]:
+        finished = super().drain()
+        self._transport.flush()
+        return finished
+
+    def state_dict(self) -> dict[str, Any]:
+        for stage, microbatch in list(self._arriving_up):
+            self.ups[stage][microbatch] = self._take_up(stage, microbatch)
+        for stage, microbatch in list(self._arriving_down):
+            self.downs[stage][microbatch] = self._take_down(stage, microbatch)
+        inputs = {m: [(tuple(x.shape), x.dtype) for x in streams] for m, streams in self._inputs.items()}
+        return {**super().state_dict(), "inputs": inputs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._inputs = {
+            m: tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in streams)
+            for m, streams in state["inputs"].items()
+        }
+
+    def predict(self, inputs: Streams) -> Streams | None:  # type: ignore[override]
+        """Outputs on the last stage's rank, None on the others."""
+        shapes = self._rehearsal.shapes(inputs)
+        streams: Streams = inputs
+        for stage in self.stages:
+            if stage.index > 0 and stage.index - 1 not in self._owned:
+                arrival = self._transport.receive(self._owners[stage.index - 1], shapes.ups[stage.index])
+                streams = tuple(x for x in arrival() if x is not None)
+            streams = stage.predict(streams)
+            if not stage.last and stage.index + 1 not in self._owned:
+                self._transport.send(self._owners[stage.index + 1], streams)
+        return streams if self.stages[-1].last else None

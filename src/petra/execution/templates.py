@@ -1,0 +1,75 @@
+"""Shapes of the messages between stages, found by running one micro-batch on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from petra.execution.stage import Stage
+from petra.methods import BackwardMessage, Chain, Method, Settings
+from petra.reversible.streams import Streams
+
+Template = tuple[Tensor | None, ...]
+"""Tensors of the "meta" device that stand for those of a message; None travels as nothing."""
+
+
+@dataclass(frozen=True)
+class MessageShapes:
+    """For each stage, what comes up to it and what comes back down to it."""
+
+    ups: list[Template]
+    downs: list[Template]
+
+
+class Rehearsal:
+    """The network on the "meta" device: every process finds the same shapes, without asking the others."""
+
+    def __init__(self, layers: Sequence[nn.Module], cuts: Sequence[range], method: Method) -> None:
+        settings = Settings(torch.device("meta"))
+        self._stages: list[Stage] = []
+        for index, cut in enumerate(cuts):
+            chain = Chain([deepcopy(layers[i]).to("meta") for i in cut], cut.start, settings)
+            needed = bool(self._stages) and self._stages[-1].needs_outputs
+            self._stages.append(Stage(index, len(cuts), chain, method, None, sends_streams=needed))
+        self._known: dict[tuple[tuple[torch.Size, torch.dtype], ...], MessageShapes] = {}
+
+    def shapes(self, inputs: Streams) -> MessageShapes:
+        """The messages of a micro-batch with inputs like these."""
+        key = tuple((x.shape, x.dtype) for x in inputs)
+        if key not in self._known:
+            self._known[key] = self._run(tuple(torch.empty_like(x, device="meta") for x in inputs))
+        return self._known[key]
+
+    def _run(self, streams: Streams) -> MessageShapes:
+        ups: list[Template] = []
+        for stage in self._stages:
+            ups.append(streams)
+            streams = stage.forward(0, streams)
+        gradients = tuple(torch.empty_like(y) if y.is_floating_point() else None for y in streams)
+        message = BackwardMessage(streams if self._stages[-1].needs_outputs else None, gradients)
+        downs: list[Template] = []
+        for stage in reversed(self._stages):
+            downs.insert(0, as_tensors(message))
+            message = stage.backward(0, message)
+        for stage in self._stages:
+            for parameter in stage.parameters:
+                parameter.grad = None
+        return MessageShapes(ups, downs)
+
+
+def as_tensors(message: BackwardMessage) -> Template:
+    """What travels: the streams if there are any, then the gradients."""
+    return (*(message.streams or ()), *message.gradients)
+
+
+def as_message(tensors: Template, with_streams: bool) -> BackwardMessage:
+    """The reverse of `as_tensors`."""
+    if not with_streams:
+        return BackwardMessage(None, tensors)
+    half = len(tensors) // 2
+    streams = tuple(x for x in tensors[:half] if x is not None)
+    return BackwardMessage(streams, tensors[half:])

@@ -1,0 +1,92 @@
+"""One rank of a test: trains, and writes fingerprints of its stages after every tick."""
+
+import hashlib
+import io
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from networks import batches, mixed_network
+from torch.nn.functional import cross_entropy
+
+from petra import Trainer
+from petra.execution import Transport, partition
+
+TICKS = 40
+
+
+def make_trainer(case, transport=None):
+    torch.manual_seed(case.get("weights", 0))
+    return Trainer(
+        mixed_network(),
+        loss=cross_entropy,
+        optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+        seed=3,
+        transport=transport,
+        **case["options"],
+    )
+
+
+def fingerprint(stage):
+    """Weights, running statistics, gradients and momenta of a stage."""
+    digest = hashlib.sha256()
+    momenta = [s.get("momentum_buffer") for s in stage.optimizer.state.values()]
+    state = [v for layer in stage.chain.layers for v in layer.state_dict().values()]
+    for tensor in (*state, *stage.gradients(), *momenta):
+        digest.update(b"none" if tensor is None else tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run(case, transport=None, broken=False):
+    """For every tick, the fingerprint of every stage of this process; then losses and an evaluation."""
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+    trainer = make_trainer(case, transport)
+    if broken:  # a transport that delivers, but not quite
+        send = transport.send
+        transport.send = lambda to, tensors: send(to, tuple(None if t is None else t * 1.0001 for t in tensors))
+    ticks, losses = [], {}
+    for i, (x, y) in enumerate(batches(TICKS)):
+        losses |= {f.microbatch: float(f.loss) for f in trainer.step(x, y)}
+        ticks.append({stage.index: fingerprint(stage) for stage in trainer.stages})
+        if i == 20:
+            found = trainer.evaluate(batches(3, seed=5))
+        if i == case.get("resume_after"):  # through a file, into another trainer
+            buffer = io.BytesIO()
+            torch.save(trainer.state_dict(), buffer)
+            buffer.seek(0)
+            trainer = make_trainer(case, transport)
+            trainer.load_state_dict(torch.load(buffer, weights_only=True))
+    held = {stage.index for stage in trainer.stages}
+    for stage, cut in enumerate(partition(6, case["options"]["stages"])):
+        for layer in cut:  # weights of other ranks' stages take no memory here
+            assert all(p.is_meta == (stage not in held) for p in trainer.network[layer].parameters())
+    losses |= {f.microbatch: float(f.loss) for f in trainer.drain()}
+    ticks.append({stage.index: fingerprint(stage) for stage in trainer.stages})
+    return {"ticks": ticks, "losses": losses, "evaluation": [found.loss, found.accuracy, found.samples]}
+
+
+def main(rank, world, folder):
+    folder = Path(folder)
+    dist.init_process_group(
+        "gloo", f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    transport = Transport(timeout=timedelta(seconds=60))
+    results = []
+    for case in json.loads((folder / "cases.json").read_text()):
+        try:
+            if case.get("other_weights_on") == rank:
+                case["weights"] = 1
+            results.append(run(case, transport, broken=case.get("broken", False) and rank == 0))
+        except ValueError as error:
+            results.append({"error": str(error)})
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

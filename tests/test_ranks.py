@@ -1,0 +1,80 @@
+"""One process, two ranks and four ranks give the same bits; real processes, gloo on loopback."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rank_worker import TICKS, run
+
+CASES = [
+    {"options": {"method": method, "stages": 4, "accumulate": k, **order}}
+    for k in (1, 2)
+    for method, order in [
+        ("petra", {"order": "lock-step"}),
+        ("petra", {"order": "low-staleness"}),
+        ("delayed", {"order": "lock-step"}),
+        ("checkpointed", {"order": "low-staleness"}),
+        ("petra-stashed", {"order": "low-staleness"}),
+        ("backprop", {}),
+        ("reversible", {}),
+        ("gpipe", {}),
+        ("1f1b", {}),
+    ]
+]
+
+
+def run_ranks(world, cases, folder, limit=150):
+    """Start one process a rank; return what each wrote. Nothing hangs: all are killed when time is up."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    worker = str(Path(__file__).with_name("rank_worker.py"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, worker, str(rank), str(world), str(folder)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(world)
+    ]
+    try:
+        end = time.monotonic() + limit
+        errors = [p.communicate(timeout=max(1.0, end - time.monotonic()))[1] for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [0] * world, "\n".join(errors)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return [json.loads(json.dumps(run(case))) for case in CASES]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_equal_one_process_bit_for_bit(world, one_process, tmp_path):
+    ranks = run_ranks(world, CASES, tmp_path)
+    for number, (case, expected) in enumerate(zip(CASES, one_process, strict=True)):
+        results = [rank[number] for rank in ranks]
+        for tick in range(TICKS + 1):
+            merged = {stage: value for result in results for stage, value in result["ticks"][tick].items()}
+            assert merged == expected["ticks"][tick], (case, tick)
+        losses = {m: value for result in results for m, value in result["losses"].items()}
+        assert losses == expected["losses"], case
+        assert all(result["evaluation"] == expected["evaluation"] for result in results), case
+
+
+def test_ranks_resume_in_flight_and_what_is_wrong_is_noticed(one_process, tmp_path):
+    cases = [
+        {**CASES[1], "resume_after": 17},
+        {**CASES[2], "resume_after": 18},
+        {**CASES[1], "other_weights_on": 1},
+        {**CASES[1], "broken": True},  # it stays so: the last one
+    ]
+    ranks = run_ranks(2, cases, tmp_path)
+    ends = [{**ranks[0][case]["ticks"][-1], **ranks[1][case]["ticks"][-1]} for case in (0, 1, 3)]
+    assert ends[0] == one_process[1]["ticks"][-1]
+    assert ends[1] == one_process[2]["ticks"][-1]
+    for rank in ranks:
+        assert "ranks [1] are not set up like rank 0" in rank[2]["error"]
+    assert ends[2] != one_process[1]["ticks"][-1]
