@@ -3,7 +3,7 @@
     python benchmarks/pipeline_speed/run.py --ranks 2
 
 Trains a RevNet of equal blocks, a stage a rank and a thread a rank, with each method in turn, in one run. Prints a
-table and writes result.json beside this file.
+table and writes a file into results/ beside this file.
 
 - basic: the method "reversible" on the same stages and ranks; one micro-batch at a time
 - limit: the busiest rank's own time for forward, backward and update, without any waiting
@@ -123,7 +123,10 @@ def main() -> None:
             }
         )
     print(render(["method", "order", "per micro-batch", "times basic", "of the limit"], rows, left=2))
-    Path(__file__).with_name("result.json").write_text(json.dumps(result, indent=2) + "\n")
+    where = result["environment"]
+    path = Path(__file__).with_name("results") / f"{where['machine']}-{where['cores']}-cores-{options.ranks}-ranks.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -83,40 +83,8 @@ class Trainer:
         self.order = choose_order(self.method, len(cuts), accumulate, order)
         self.network = network
         self.device = torch.device(device) if device is not None else _device_of(network)
-        _refuse_sharing(network, cuts)
-        settings = Settings(self.device, seed, autocast)
-        chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
-        owners = [0] * len(cuts)
-        if transport is not None:
-            for rank, owned in enumerate(partition(len(cuts), transport.world)):
-                owners[owned.start : owned.stop] = [rank] * len(owned)
-            transport.agree(_identity(network, method=self.method.name, stages=owners, seed=seed))
-        made: list[Stage] = []
-        for index, chain in enumerate(chains):
-            if transport is not None and owners[index] != transport.rank:
-                for layer in chain.layers:
-                    layer.to("meta")  # another rank holds its weights
-                continue
-            for layer in chain.layers:
-                layer.to(self.device)
-            trained = [p for p in chain.parameters() if p.requires_grad]
-            own = _optimizer(optimizer, trained) if trained else None
-            made.append(
-                Stage(
-                    index,
-                    len(cuts),
-                    chain,
-                    self.method,
-                    own,
-                    _scheduler(scheduler, own) if scheduler is not None and own is not None else None,
-                    loss if index == len(cuts) - 1 else None,
-                    clip_norm,
-                    sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
-                )
-            )
         self.loss = loss
         self.transport = transport
-        self._last_owner = owners[-1]
         self._layout = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
@@ -125,11 +93,39 @@ class Trainer:
             "in_flight": [self.order.staleness(stage) for stage in range(len(cuts))],
             "seed": seed,
         }
+        _refuse_sharing(network, cuts)
+        self._owners = [0] * len(cuts)  # stage -> rank
+        if transport is not None:
+            for rank, owned in enumerate(partition(len(cuts), transport.world)):
+                self._owners[owned.start : owned.stop] = [rank] * len(owned)
+            transport.agree(_identity(network, {**self._layout, "owners": self._owners}))
+        settings = Settings(self.device, seed, autocast)
+        chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
+        made: list[Stage] = []
+        for index, chain in enumerate(chains):
+            owned_here = transport is None or self._owners[index] == transport.rank
+            for layer in chain.layers:
+                layer.to(self.device if owned_here else "meta")  # another rank holds its weights
+            if owned_here:
+                trained = [p for p in chain.parameters() if p.requires_grad]
+                own = _optimizer(optimizer, trained) if trained else None
+                stage = Stage(
+                    index,
+                    len(cuts),
+                    chain,
+                    self.method,
+                    own,
+                    scheduler=_scheduler(scheduler, own) if scheduler is not None and own is not None else None,
+                    loss=loss if index == len(cuts) - 1 else None,
+                    clip_norm=clip_norm,
+                    sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
+                )
+                made.append(stage)
         if transport is None:
             self.executor = LocalExecutor(made, self.order)
         else:
             rehearsal = Rehearsal(list(network), cuts, self.method)
-            self.executor = RankExecutor(made, self.order, owners, transport, rehearsal)
+            self.executor = RankExecutor(made, self.order, self._owners, transport, rehearsal)
 
     @property
     def stages(self) -> list[Stage]:
@@ -181,7 +177,7 @@ class Trainer:
             raise ValueError("there is nothing to evaluate: the batches are empty")
         if self.transport is not None:
             self.transport.flush()
-            loss, right_answers, says = self.transport.share([loss, correct, classifies], self._last_owner)
+            loss, right_answers, says = self.transport.share([loss, correct, classifies], self._owners[-1])
             correct, classifies = int(right_answers), bool(says)
         return Evaluation(loss / samples, correct / samples if classifies else None, samples)
 
@@ -235,9 +231,9 @@ def count_correct(outputs: Any, targets: Any) -> Tensor | None:
     return correct
 
 
-def _identity(network: nn.Module, **options: Any) -> str:
-    """What all ranks have to have in common: options, and the weights at the start."""
-    digest = hashlib.sha256(repr(options).encode())
+def _identity(network: nn.Module, layout: dict[str, Any]) -> str:
+    """What all ranks have to have in common: the layout, and the weights at the start."""
+    digest = hashlib.sha256(repr(layout).encode())
     for name, value in network.state_dict().items():
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
