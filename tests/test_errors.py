@@ -1,0 +1,120 @@
+"""Mistakes get a clear error, and nothing is lost."""
+
+import copy
+
+import pytest
+import torch
+from networks import batches, mixed_network, reversible_network
+from torch import nn
+from torch.nn.functional import cross_entropy
+from trainers import make, same_weights, trained
+
+from petra import METHODS, LayerError, Network, NonFiniteLoss
+
+
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_non_finite_loss_stops_with_stage_and_microbatch_and_keeps_the_weights(method, stages):
+    network = reversible_network(3)
+    trainer = make(
+        network, stages=stages, method=method, loss=lambda o, y: cross_entropy(o, y % 4) * (0 / (y < 4)).sum()
+    )
+
+    def train():
+        for m, (x, y) in enumerate(batches(20)):
+            trainer.step(x, y + 4 * (m == 9))
+
+    with pytest.raises(NonFiniteLoss, match=rf"micro-batch 9 on stage {stages - 1} is (nan|inf)"):
+        train()
+    assert all(torch.isfinite(value).all() for value in network.state_dict().values())
+
+
+def test_bad_inputs_are_refused_before_anything_is_touched():
+    network = reversible_network(3)
+    twin = copy.deepcopy(network)
+    trainer = make(network, stages=3)
+    for m, (x, y) in enumerate(batches(12)):
+        if m % 4 == 1:
+            with pytest.raises(ValueError, match=r"micro-batch \d+ holds NaN or infinity"):
+                trainer.step(x * torch.inf, y)
+        trainer.step(x, y)
+    trainer.drain()
+    assert same_weights(network, trained(twin, ticks=12, stages=3))
+
+
+class TestErrors:
+    def test_layers_that_cannot_take_their_input(self):
+        trainer = make(mixed_network(), stages=2)
+        with pytest.raises(LayerError, match=r"layer 0 \(Split\) cannot take inputs of shape \(3, 5, 4, 4\)"):
+            trainer.step(torch.randn(3, 5, 4, 4), torch.zeros(3, dtype=torch.long))
+
+    def test_targets_of_another_length(self):
+        with pytest.raises(ValueError, match="3 inputs but 2 targets"):
+            make(mixed_network()).step(torch.randn(3, 2, 4, 4), torch.zeros(2, dtype=torch.long))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"method": "petr"}, "no method named 'petr': did you mean 'petra'"),
+            ({"stages": 7}, "stages is 7, but the network has only 6 layers"),
+            ({"stages": 0}, "stages is 0"),
+            ({"stages": [3, 4]}, "add up to the network's 6, not 7"),
+            ({"accumulate": 0}, "accumulate is 0"),
+            ({"order": "low"}, "no order named 'low'"),
+            ({"method": "backprop", "order": "lock-step"}, "backprop has one order only"),
+            ({"stages": 2, "order": [2, 1, 0]}, "3 numbers for 2 stages"),
+            ({"clip_norm": 0.0}, "clip_norm is 0.0"),
+        ],
+    )
+    def test_bad_options(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            make(mixed_network(), **options)
+
+    def test_layers_that_write_into_their_input(self):
+        class Halve(nn.Module):
+            def forward(self, x):
+                return x.mul_(0.5)
+
+        x, y = torch.randn(3, 4), torch.randint(4, (3,))
+        for network in (
+            Network(Halve(), nn.Linear(4, 4)),
+            Network(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        ):
+            for method in METHODS:
+                trainer = make(network, method=method, stages=len(network))
+                with pytest.raises(LayerError, match=r"changes its input in place.*inplace=False"):
+                    [trainer.step(x, y) for _ in range(6)]
+
+    def test_a_tick_that_stopped_half_way_says_so(self):
+        trainer = make(mixed_network(), stages=3)
+        data = list(batches(4))
+        for x, y in data[:2]:
+            trainer.step(x, y)
+        good = copy.deepcopy(trainer.state_dict())
+        with pytest.raises(LayerError):
+            trainer.step(torch.randn(3, 5, 4, 4), data[2][1])
+        for call in (lambda: trainer.step(*data[2]), trainer.drain, trainer.state_dict):
+            with pytest.raises(RuntimeError, match=r"stopped half-way \(LayerError: layer 0"):
+                call()
+        trainer.load_state_dict(good)
+        trainer.step(*data[2])
+        trainer.drain()
+
+    def test_optimizers_and_schedulers_that_a_pipeline_cannot_drive(self):
+        with pytest.raises(ValueError, match="LBFGS"):
+            make(mixed_network(), optimizer=torch.optim.LBFGS)
+        with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+            make(mixed_network(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def test_networks_that_are_not_lists_of_layers(self):
+        with pytest.raises(ValueError, match="network is a Linear"):
+            make(nn.Linear(2, 2))
+
+    def test_weights_shared_between_stages(self):
+        layer = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match="belongs to stages 0 and 2"):
+            make(Network(layer, nn.ReLU(), layer), stages=3)
+
+    def test_nothing_to_evaluate(self):
+        with pytest.raises(ValueError, match="nothing to evaluate"):
+            make(mixed_network()).evaluate([])

@@ -1,0 +1,127 @@
+"""What stages hold: counted, held against the allocator, and never shared by mistake."""
+
+import copy
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from networks import batches, mixed_network, reversible_network
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
+from trainers import make
+
+from petra import METHODS, Network
+from petra.measure import at_rest, nbytes
+from petra.reversible.streams import storage_id
+
+
+def allocated(prof):
+    """Bytes allocated and not freed while the profiler was watching."""
+    return sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_what_stages_hold_is_all_that_lives(method):
+    """The accounting equals what the allocator says, to the byte, for every method."""
+    data = list(batches(17))
+    network = mixed_network()
+    gc.collect()  # what other tests have left would be freed under our eyes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+        trainer = make(network, method=method, stages=4, accumulate=2)
+        for x, y in data:
+            trainer.step(x, y)
+    held = [t for stage in trainer.stages for name, ts in stage.held().items() if name != "weights" for t in ts]
+    held += [t for stage in range(4) for t in trainer.executor.messages(stage)]
+    ours = {storage_id(x) for x, _ in data}
+    assert allocated(prof) == nbytes(t for t in held if storage_id(t) not in ours)
+
+
+@pytest.mark.parametrize("order", ["lock-step", "low-staleness"])
+def test_petra_keeps_no_activation_of_a_reversible_stage(order):
+    trainer = make(reversible_network(6), stages=8, order=order)
+    for x, y in batches(30):
+        trainer.step(x, y)
+        assert [row.inputs for row in at_rest(trainer.executor)][1:] == [0] * 7  # stage 0 holds data
+        assert [row.stashed_weights for row in at_rest(trainer.executor)] == [0] * 8
+
+
+def test_buffers_of_stages_that_are_not_reversible():
+    """τ_j + 1 inputs while a stage is at work, τ_j between ticks; and no weights."""
+    for order in ("lock-step", "low-staleness"):
+        network = mixed_network()
+        trainer = make(network, stages=6, order=order)
+        most = Counter()
+
+        def observe(tick, action, stage, most=most):
+            most[stage.index] = max(most[stage.index], len([k for k in stage.kept.values() if k.inputs]))
+
+        trainer.executor.observers.append(observe)
+        for x, y in batches(20):
+            trainer.step(x, y)
+        tau = [trainer.order.staleness(s) for s in range(6)]
+        assert most == {0: tau[0] + 1, 1: 0, 2: 0, 3: tau[3] + 1, 4: 0, 5: 0}
+
+
+def test_delayed_methods_keep_one_stream_of_a_single_coupling():
+    """Nobody needs the value of a stream that is only added to; the paper's Table 3 counts so too."""
+    for method in ("checkpointed", "delayed"):
+        trainer = make(reversible_network(1, width=4), stages=3, method=method)
+        for x, y in batches(4):
+            trainer.step(x, y)
+        (kept,) = trainer.stages[1].kept.values()
+        source, target = kept.inputs[0]
+        assert source.shape == target.shape == (3, 4, 4, 4)
+        assert nbytes([target]) == target.element_size()
+
+
+def test_weights_are_stashed_once_per_version():
+    for k in (1, 2, 3):
+        trainer = make(reversible_network(4), stages=6, method="delayed", order="lock-step", accumulate=k)
+        for x, y in batches(30):
+            trainer.step(x, y)
+        for stage in trainer.stages:
+            tau = trainer.order.staleness(stage.index)
+            assert len(stage.stash.copies) <= -(-tau // k)
+        assert len(trainer.stages[0].stash.copies) >= 10 // k
+
+
+def test_pass_through_streams_are_not_corrupted():
+    """With in-place messages the streams that layers hand on unchanged would be overwritten."""
+    trainer = make(reversible_network(4), stages=6, order="lock-step")
+    data = list(batches(25))
+    copies = {}
+    for x, y in data:
+        trainer.step(x, y)
+        for stage, ups in enumerate(trainer.executor.ups):
+            for m, streams in ups.items():
+                for i, (now, then) in enumerate(
+                    zip(streams, copies.setdefault((stage, m), [s.clone() for s in streams]), strict=True)
+                ):
+                    assert torch.equal(now, then), (stage, m, i)
+
+
+def test_gradients_never_share_memory_with_messages():
+    """A bias that is added to a stream has the message itself for a gradient; clipping writes into gradients."""
+
+    class Bias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(3, 4))
+            self.b = nn.Parameter(torch.zeros(3, 4))
+
+        def forward(self, x):
+            return x + self.a + self.b
+
+    network = Network(nn.Linear(4, 4), Bias(), nn.Linear(4, 4))
+    twin = copy.deepcopy(network)
+    x, y = torch.randn(3, 4), torch.randint(4, (3,))
+    trainer = make(network, method="backprop", stages=3, clip_norm=0.01, optimizer=lambda p: torch.optim.SGD(p, 1.0))
+    trainer.step(x, y)
+    cross_entropy(twin(x), y).backward()
+    for layer in twin:
+        nn.utils.clip_grad_norm_(layer.parameters(), 0.01)
+    torch.optim.SGD(twin.parameters(), 1.0).step()
+    for a, b in zip(network.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,124 @@
+"""Batch norm, dropout, autocast and evaluation: everything that depends on a mode or a state."""
+
+import copy
+
+import pytest
+import torch
+from networks import Classify, Split, batches, mixed_network, reversible_network
+from torch import nn
+from torch.nn.functional import cross_entropy
+from trainers import make, same_weights, trained
+
+from petra import METHODS, Network, ReversibleResidual
+
+
+def test_dropout_masks_do_not_depend_on_the_cut():
+    network = mixed_network()
+    runs = [trained(copy.deepcopy(network), method="reversible", stages=s) for s in (1, 2, 6, [1, 4, 1])]
+    assert all(same_weights(runs[0], run) for run in runs[1:])
+    assert not same_weights(runs[0], trained(network, method="reversible", seed=1))
+
+
+def test_runs_repeat_and_the_global_random_state_is_left_alone():
+    network = mixed_network()
+    torch.manual_seed(1)
+    first = trained(copy.deepcopy(network), stages=4)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = trained(network, stages=4)
+    assert same_weights(first, second)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_batch_norm_counts_each_microbatch_once_when_it_goes_backward():
+    network = reversible_network(2)
+    trainer = make(network, stages=4, order="lock-step")
+    for tick, (x, y) in enumerate(batches(12), start=1):
+        trainer.step(x, y)
+        counted = [int(network[i].state_dict()[name]) for i, name in enumerate(NORMS)]
+        assert counted == [max(0, tick - 6), max(0, tick - 5), max(0, tick - 4)]
+    trainer.drain()
+    assert [int(network[i].state_dict()[name]) for i, name in enumerate(NORMS)] == [12, 12, 12]
+
+
+NORMS = ("body.1.num_batches_tracked", "f.1.num_batches_tracked", "f.1.num_batches_tracked")
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_evaluation_disturbs_nothing(method):
+    network = mixed_network()
+    twin = copy.deepcopy(network)
+    trainers = [make(n, method=method, stages=3, accumulate=2) for n in (network, twin)]
+    test = list(batches(2, seed=9))
+    for x, y in batches(13):
+        trainers[0].step(x, y)
+        trainers[1].step(x, y)
+        trainers[0].evaluate(test)
+    for trainer in trainers:
+        trainer.drain()
+    assert same_weights(network, twin)
+    assert network.training
+
+
+def test_evaluation_uses_running_statistics_and_counts_right():
+    network = mixed_network()
+    trained(network, stages=3)
+    trainer = make(network, stages=3)
+    data = list(batches(8, seed=4))
+    network.eval()
+    with torch.no_grad():
+        outputs = [network(x) for x, _ in data]
+    loss = sum(float(cross_entropy(o, y)) * len(y) for o, (_, y) in zip(outputs, data, strict=True))
+    right = sum(int((o.argmax(1) == y).sum()) for o, (_, y) in zip(outputs, data, strict=True))
+    network.train()
+    found = trainer.evaluate(data)
+    assert found.samples == 23
+    assert found.loss == pytest.approx(loss / 23, rel=1e-6)
+    assert found.accuracy == pytest.approx(right / 23)
+
+
+def test_autocast_is_the_same_forward_and_backward_and_streams_are_float32():
+    seen = []
+
+    class Look(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            seen.append((torch.is_grad_enabled(), x.dtype, y.dtype))
+            return y
+
+    class Double(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    class Join(nn.Linear):
+        def forward(self, x, y):
+            return super().forward(x + y)
+
+    network = Network(Double(), ReversibleResidual(Look()), ReversibleResidual(Look()), Join(4, 4))
+    trainer = make(network, stages=3, autocast=torch.bfloat16)
+    for _ in range(6):
+        trainer.step(torch.randn(3, 4), torch.randint(4, (3,)))
+    trainer.drain()
+    assert set(seen) == {(grad, torch.float32, torch.bfloat16) for grad in (False, True)}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_modules_in_evaluation_mode_stay_so():
+    network = mixed_network()
+    network[1].eval()
+    before = copy.deepcopy(network[1])
+    trained(network, stages=3)
+    assert not network[1].f.training
+    assert torch.equal(network[1].f[1].running_mean, before.f[1].running_mean)
+    assert not torch.equal(network[1].f[0].weight, before.f[0].weight)
+
+
+def test_a_norm_shared_by_layers_keeps_its_statistics():
+    f = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    network = Network(Split(2, 3), ReversibleResidual(f), ReversibleResidual(f), Classify(3, 4))
+    trained(network, stages=[3, 1], ticks=4)
+    assert int(f[1].num_batches_tracked) == 8
