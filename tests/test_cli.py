@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from petra import models
 from petra.cli.main import main
 from petra.training import checkpoint
-from petra.training.run import weights_hash
+from petra.training.trainer import weights_hash
 
 SMALL = [
     *("--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "digits", "--stages", "4"),

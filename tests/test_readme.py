@@ -32,4 +32,5 @@ def test_the_drawing_is_what_the_command_prints(capsys):
 
     main(["schedule", "--stages", "4", "--microbatches", "6", "--order", "lock-step"])
     drawing = capsys.readouterr().out.split("\n\n")[0]
+    assert drawing.startswith("tick")
     assert drawing in re.sub(r"^    ", "", README, flags=re.MULTILINE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import threading
@@ -24,7 +23,7 @@ from petra.training.config import RunConfig
 from petra.training.data import Batches, ImageData, load
 from petra.training.metrics import MetricsLog
 from petra.training.progress import Progress
-from petra.training.trainer import Trainer, count_correct
+from petra.training.trainer import Trainer, count_correct, weights_hash
 
 FILES = ("config.json", "checkpoint.pt", "metrics.jsonl", "summary.json", "weights.safetensors")
 CONFIG, CHECKPOINT, METRICS, SUMMARY, WEIGHTS = FILES
@@ -266,15 +265,6 @@ class Run:
         except (KeyError, TypeError, RuntimeError) as error:
             reason = str(error).splitlines()[-1].strip()
             raise ValueError(f"{path} does not fit the run ({reason}): are model and data the same?") from error
-
-
-def weights_hash(network: nn.Module) -> str:
-    """A fingerprint of all weights and running statistics."""
-    digest = hashlib.sha256()
-    for name, value in network.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class Trainer:
         if transport is not None:
             for rank, owned in enumerate(partition(len(cuts), transport.world)):
                 self._owners[owned.start : owned.stop] = [rank] * len(owned)
-            transport.agree(_identity(network, {**self._layout, "owners": self._owners}))
+            transport.agree(f"{self._layout} {self._owners} {weights_hash(network)}")
         settings = Settings(self.device, seed, autocast)
         chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
         made: list[Stage] = []
@@ -231,11 +231,11 @@ def count_correct(outputs: Any, targets: Any) -> Tensor | None:
     return correct
 
 
-def _identity(network: nn.Module, layout: dict[str, Any]) -> str:
-    """What all ranks have to have in common: the layout, and the weights at the start."""
-    digest = hashlib.sha256(repr(layout).encode())
+def weights_hash(network: nn.Module) -> str:
+    """A fingerprint of all weights and running statistics."""
+    digest = hashlib.sha256()
     for name, value in network.state_dict().items():
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
