@@ -13,7 +13,7 @@ from networks import batches, mixed_network
 from torch.nn.functional import cross_entropy
 
 from petra import Trainer
-from petra.execution import Transport, partition
+from petra.execution import ProcessTransport, partition
 
 TICKS = 40
 
@@ -47,7 +47,9 @@ def run(case, transport=None, broken=False):
     trainer = make_trainer(case, transport)
     if broken:  # a transport that delivers, but not quite
         send = transport.send
-        transport.send = lambda to, tensors: send(to, tuple(None if t is None else t * 1.0001 for t in tensors))
+        transport.send = lambda to, label, tensors: send(
+            to, label, tuple(None if t is None else t * 1.0001 for t in tensors)
+        )
     ticks, losses = [], {}
     for i, (x, y) in enumerate(batches(TICKS)):
         losses |= {f.microbatch: float(f.loss) for f in trainer.step(x, y)}
@@ -74,7 +76,7 @@ def main(rank, world, folder):
     dist.init_process_group(
         "gloo", f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    transport = Transport(timeout=timedelta(seconds=60))
+    transport = ProcessTransport(timeout=timedelta(seconds=60))
     results = []
     for case in json.loads((folder / "cases.json").read_text()):
         try:

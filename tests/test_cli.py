@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_what_it_promises(finished):
     assert sorted(p.name for p in finished.iterdir()) == [
-        *("checkpoint.pt", "config.json", "metrics.jsonl", "summary.json", "weights.safetensors")
+        *("checkpoint", "config.json", "metrics.jsonl", "summary.json", "weights.safetensors")
     ]
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["stages"] == [1, 1, 1, 1]
@@ -68,7 +69,7 @@ def test_a_run_writes_what_it_promises(finished):
 def test_weights_load_into_the_model_used_without_the_trainer(finished):
     network = models.create("revnet18", width=4, depths=(1, 1), in_channels=1, num_classes=10)
     network.load_state_dict(load_file(finished / "weights.safetensors"))
-    assert weights_hash(network) == json.loads((finished / "summary.json").read_text())["weights_sha256"]
+    assert weights_hash(network.state_dict()) == json.loads((finished / "summary.json").read_text())["weights_sha256"]
 
 
 def test_a_finished_run_is_not_run_again(finished, capsys):
@@ -90,7 +91,7 @@ def test_resume_after_an_interruption(uninterrupted, tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "petra", *restartable(folder)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for(folder / "checkpoint.pt")
+    wait_for(folder / "checkpoint" / "latest.json")
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -298,8 +299,17 @@ class TestRunsThatAreThere:
         broken.mkdir()
         for name in ("config.json", "metrics.jsonl"):
             (broken / name).write_bytes((finished / name).read_bytes())
-        (broken / "checkpoint.pt").write_bytes((finished / "checkpoint.pt").read_bytes()[:5000])
-        self.check(broken, capsys, ["--resume"], "is not a whole checkpoint")
+        shutil.copytree(finished / "checkpoint", broken / "checkpoint")
+        for name in ("run.pt", "stage1.pt"):
+            part = next((broken / "checkpoint").glob(f"*/{name}"))
+            whole = part.read_bytes()
+            part.write_bytes(whole[:500])
+            self.check(broken, capsys, ["--resume"], f"{name} is not a whole checkpoint")
+            part.unlink()
+            self.check(broken, capsys, ["--resume"], "there is no checkpoint at")
+            part.write_bytes(whole)
+        (broken / "checkpoint" / "latest.json").write_text("{")
+        self.check(broken, capsys, ["--resume"], "latest.json is damaged")
 
     def test_damaged_configuration(self, capsys, tmp_path):
         for text in ("{", "{}", "[]", '{"model": 3}'):
@@ -307,7 +317,7 @@ class TestRunsThatAreThere:
             self.check(tmp_path, capsys, ["--resume"], "config.json is damaged")
 
     def test_checkpoint_of_another_network(self, finished, capsys, tmp_path):
-        (tmp_path / "checkpoint.pt").write_bytes((finished / "checkpoint.pt").read_bytes())
+        shutil.copytree(finished / "checkpoint", tmp_path / "checkpoint")
         config = json.loads((finished / "config.json").read_text())
         config["model_options"]["width"] = 5
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -322,5 +332,6 @@ class TestRunsThatAreThere:
         assert "lower the learning rate" in error
         assert len(error.strip().splitlines()) == 1
         assert not (tmp_path / "summary.json").exists()
-        state = checkpoint.load(tmp_path / "checkpoint.pt")["trainer"]["network"]
-        assert all(torch.isfinite(value).all() for value in state.values())
+        for path in (tmp_path / "checkpoint").glob("*/stage*.pt"):
+            state = checkpoint.load(path)["weights"]["network"]
+            assert all(torch.isfinite(value).all() for value in state.values())

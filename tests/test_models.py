@@ -65,7 +65,7 @@ def test_names_are_stable_and_weights_load_without_petra(tmp_path):
     assert names[0] == "stem.conv.weight"
     assert "group2_block0.shortcut.bn.running_var" in names
     assert names[-1] == "head.fc.bias"
-    export_weights(network, tmp_path / "weights.safetensors")
+    export_weights(network.state_dict(), tmp_path / "weights.safetensors")
     twin = models.create("revnet18", width=4, depths=(1, 1))
     twin.load_state_dict(load_file(tmp_path / "weights.safetensors"))
     x = torch.randn(2, 3, 8, 8)

@@ -1,132 +1,152 @@
-"""How much faster a pipeline on real processes is than the same stages without overlap.
+"""How fast pipelines on real processes are: against the same stages without overlap, and against 1F1B.
 
-    python benchmarks/pipeline_speed/run.py --ranks 2
+    python benchmarks/pipeline_speed/run.py --case balanced --ranks 2
+    python benchmarks/pipeline_speed/run.py --smoke
 
-Trains a RevNet of equal blocks, a stage a rank and a thread a rank, with each method in turn, in one run. Prints a
+Trains on gloo and loopback, a process, a stage and a thread a rank. The pipelines of a case are alive side by side
+and take turns, a window each, round after round, so that a machine that slows down slows all of them. Prints a
 table and writes a file into results/ beside this file.
 
-- basic: the method "reversible" on the same stages and ranks; one micro-batch at a time
-- limit: the busiest rank's own time for forward, backward and update, without any waiting
+Cases:
+- balanced: a RevNet of equal blocks; against basic model parallelism, one micro-batch at a time ("reversible")
+- paper18, paper34: RevNet-18 and RevNet-34, a layer a stage, on ten and eighteen ranks; against the same
+- partition: RevNet-18 on fewer ranks, cut by measured cost; against the same
+- 1f1b, 1f1b-partition: equal blocks, and RevNet-18 cut by cost; against 1F1B with activation checkpointing of
+  torch.distributed.pipelining, with 8 micro-batches an update
+
+The limit is the busiest rank's own time for forward, backward and update, without any waiting.
 """
 
 import argparse
 import json
 import statistics
-import tempfile
-import time
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch.nn.functional import cross_entropy
+from ranks import launch
 
-import petra
-from petra.execution import Stage, Transport
-from petra.measure import environment
 from petra.tables import render
 
-RUNS = (("reversible", None), ("petra", "lock-step"), ("petra", "low-staleness"), ("checkpointed", "low-staleness"))
+BASIC = (("reversible", None), ("petra", "lock-step"), ("petra", "low-staleness"))
+AGAINST_1F1B = (("torch 1f1b", None), ("1f1b", None), ("petra", "lock-step"), ("petra", "low-staleness"))
 
 
-class Busy:
-    """Adds up the seconds that a stage is at work."""
+@dataclass(frozen=True)
+class Case:
+    """A network, how it is cut, and which pipelines are compared; the first of them is the measure."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.seconds = 0.0
-        for name in ("forward", "finish", "backward", "update"):
-            setattr(stage, name, self._timed(getattr(stage, name)))
-
-    def _timed(self, work):
-        def timed(*arguments):
-            began = time.perf_counter()
-            result = work(*arguments)
-            self.seconds += time.perf_counter() - began
-            return result
-
-        return timed
+    model: str
+    cut: str
+    ranks: int
+    methods: tuple[tuple[str, str | None], ...] = BASIC
+    accumulate: int = 1
 
 
-def measure(options, method, order, transport) -> dict:
-    """Seconds per micro-batch of the pipeline, and of this rank's own work, window by window."""
-    torch.manual_seed(0)
-    ranks = transport.world
-    network = petra.models.create("revnet18", depths=(options.blocks * ranks,), width=options.width)
-    cut = [options.blocks + 1, *[options.blocks] * (ranks - 2), options.blocks + 1]
-    trainer = petra.Trainer(
-        network,
-        loss=cross_entropy,
-        optimizer=lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9),
-        method=method,
-        stages=cut,
-        order=order,
-        transport=transport,
-    )
-    busy = [Busy(stage) for stage in trainer.stages]
-    x, y = torch.randn(options.batch_size, 3, 32, 32), torch.randint(10, (options.batch_size,))
-    for _ in range(2 * trainer.order.staleness(0) + 2):
-        trainer.step(x, y)
-    ticks, own = [], []
-    for _ in range(options.windows):
-        before = sum(b.seconds for b in busy)
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(options.ticks):
-            trainer.step(x, y)
-        dist.barrier()
-        ticks.append((time.perf_counter() - began) / options.ticks)
-        own.append((sum(b.seconds for b in busy) - before) / options.ticks)
-    trainer.drain()
-    return {"ticks": ticks, "own": own}
+CASES = {
+    "balanced": Case("blocks", "blocks", 2),
+    "paper18": Case("revnet18", "layers", 10),
+    "paper34": Case("revnet34", "layers", 18),
+    "partition": Case("revnet18", "cost", 8),
+    "1f1b": Case("blocks", "blocks", 8, AGAINST_1F1B, accumulate=8),
+    "1f1b-partition": Case("revnet18", "cost", 8, AGAINST_1F1B, accumulate=8),
+}
+SMOKE = {"width": 8, "batch_size": 4, "blocks": 1, "ticks": 2, "rounds": 2, "profile_ticks": 2, "limit": 120.0}
 
 
-def work(rank: int, options: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    limit = timedelta(seconds=120)
-    dist.init_process_group("gloo", store, rank=rank, world_size=options.ranks, timeout=limit)
-    transport = Transport(timeout=limit)
-    results = [measure(options, method, order, transport) for method, order in RUNS]
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+def settings(options: argparse.Namespace, name: str) -> argparse.Namespace:
+    """The options of one case, with what was left out filled in."""
+    case = CASES[name]
+    chosen = argparse.Namespace(**{**vars(options), "case": name})
+    chosen.model, chosen.cut, chosen.methods = case.model, case.cut, case.methods
+    chosen.accumulate = options.accumulate or case.accumulate
+    small = case.model == "blocks"
+    chosen.width = options.width or (32 if small else 64)
+    chosen.batch_size = options.batch_size or (16 if small else 64)
+    chosen.ranks = options.ranks or case.ranks
+    if options.smoke:
+        vars(chosen).update(SMOKE)
+        if case.cut != "layers" and not options.ranks:
+            chosen.ranks = 2 if small else 3
+    if case.cut == "layers" and chosen.ranks != case.ranks:
+        raise SystemExit(f"{name} has {case.ranks} stages, one a rank: leave --ranks {chosen.ranks} out")
+    if case.methods == AGAINST_1F1B and chosen.ranks > chosen.accumulate:
+        raise SystemExit(f"1F1B wants a micro-batch for each of {chosen.ranks} ranks: raise --accumulate")
+    chosen.ticks = -(-chosen.ticks // chosen.accumulate) * chosen.accumulate  # whole updates
+    return chosen
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=2, help="of each rank")
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--ticks", type=int, default=8, help="in a window")
-    parser.add_argument("--windows", type=int, default=7)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (options, folder), options.ranks)
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.ranks)]
-    rows, result = [], {**vars(options), "environment": environment(), "runs": []}
-    basic = statistics.median(ranks[0][0]["ticks"])
-    for number, (method, order) in enumerate(RUNS):
-        tick = statistics.median(ranks[0][number]["ticks"])
-        limit = max(statistics.median(rank[number]["own"]) for rank in ranks)
+def spread(values: list[float], form: str = ".2f") -> str:
+    return f"{min(values):{form}}..{max(values):{form}}"
+
+
+def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
+    """Medians over rounds; a window took as long as it took the slowest rank."""
+    rows, runs, first = [], [], None
+    for number, (method, order) in enumerate(options.methods):
+        windows = [rank["windows"][number] for rank in ranks]
+        seconds = [max(times) for times in zip(*(w["seconds"] for w in windows), strict=True)]
+        first = first or seconds
+        speedups = [basic / own for basic, own in zip(first, seconds, strict=True)]
+        tick, speedup = statistics.median(seconds), statistics.median(speedups)
+        limit = max(statistics.median(w["own"]) for w in windows)
         rows.append(
-            [method, order or "sequential", f"{tick * 1e3:.1f} ms", f"{basic / tick:.2f}", f"{limit / tick:.2f}"]
+            [
+                method,
+                order or ("sequential" if method == "reversible" else "flush"),
+                f"{tick * 1e3:.1f} ms",
+                spread([s * 1e3 for s in seconds], ".1f"),
+                f"{1 / tick:.2f}",
+                f"{speedup:.2f}",
+                spread(speedups),
+                f"{limit / tick:.2f}",
+            ]
         )
-        result["runs"].append(
+        runs.append(
             {
                 "method": method,
                 "order": order,
                 "seconds": tick,
-                "speedup_over_basic": basic / tick,
+                "per_second": 1 / tick,
+                "speedup": speedup,
                 "of_limit": limit / tick,
-                "windows": [rank[number] for rank in ranks],
+                "rounds": seconds,
+                "speedup_rounds": speedups,
+                "ranks": windows,
             }
         )
-    print(render(["method", "order", "per micro-batch", "times basic", "of the limit"], rows, left=2))
-    where = result["environment"]
-    path = Path(__file__).with_name("results") / f"{where['machine']}-{where['cores']}-cores-{options.ranks}-ranks.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    times = f"times {'basic' if options.methods == BASIC else options.methods[0][0]}"
+    header = ["method", "order", "per micro-batch", "min..max", "per second", times, "min..max", "of the limit"]
+    print(f"{options.case}: {options.ranks} ranks, stages of {ranks[0]['cut']} layers")
+    print(render(header, rows, left=2), flush=True)
+    shared = {name: ranks[0][name] for name in ("environment", "cut", "layer_seconds")}
+    asked = {name: value for name, value in vars(options).items() if name != "out"}
+    return {**asked, **shared, "runs": runs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, help="balanced if left out; with --smoke all of them")
+    parser.add_argument("--smoke", action="store_true", help="tiny, to see that it runs; results are thrown away")
+    parser.add_argument("--ranks", type=int, help="where the case leaves a choice")
+    parser.add_argument("--blocks", type=int, default=2, help="of each rank, where blocks are equal")
+    parser.add_argument("--width", type=int, help="32 for equal blocks, 64 for RevNets")
+    parser.add_argument("--batch-size", type=int, help="of a micro-batch; 16 for equal blocks, 64 for RevNets")
+    parser.add_argument("--accumulate", type=int, help="micro-batches an update; 1, in the 1f1b cases 8")
+    parser.add_argument("--ticks", type=int, default=8, help="in a window; rounded up to whole updates")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile-ticks", type=int, default=3, help="for the costs of layers")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for another")
+    parser.add_argument("--limit", type=float, default=560, help="seconds after which a case is stopped")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    options = parser.parse_args()
+    names = [options.case] if options.case else (list(CASES) if options.smoke else ["balanced"])
+    for chosen in [settings(options, name) for name in names]:
+        result = report(chosen, launch(chosen))
+        if not options.smoke:
+            where = result["environment"]
+            name = f"{where['machine']}-{where['cores']}-cores-{chosen.case}-{chosen.ranks}-ranks.json"
+            options.out.mkdir(exist_ok=True)
+            (options.out / name).write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

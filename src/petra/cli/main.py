@@ -11,6 +11,7 @@ from typing import NoReturn
 import petra
 from petra.cli import compare, lists, schedule, train
 from petra.execution import Diverged
+from petra.execution.job import JobFailed, Spoken, processes
 from petra.training.run import Interrupted
 
 
@@ -36,15 +37,19 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = build_parser().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options.run(options)
+        code = options.run(options)
         sys.stdout.flush()
+        return int(code or 0)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         return _fail(error, 2)
-    except Diverged as error:
+    except (Diverged, JobFailed) as error:
         return _fail(error, 1)
+    except Spoken:
+        return _leave(1)
     except (Interrupted, KeyboardInterrupt) as stopped:
         return _fail(stopped, 130, "")
     except Exception as error:
@@ -57,4 +62,12 @@ def _fail(error: BaseException, code: int, word: str = "error: ") -> int:
         raise error
     text = next(iter(str(error).splitlines()), "stopped")
     print(f"petra: {word}{text}", file=sys.stderr)
+    return _leave(code)
+
+
+def _leave(code: int) -> int:
+    if processes() > 1:  # connections to ranks that are gone would keep the interpreter from ending
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code

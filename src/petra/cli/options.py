@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
 
+from petra.execution.job import processes
 from petra.methods import METHODS
 from petra.training.recipes import RECIPES
 
@@ -71,6 +73,7 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument("--drops", type=fractions, help="fractions of training after which lr drops ten times")
     how.add_argument("--clip-norm", type=float, help="largest gradient norm of a stage (default: no clipping)")
     how.add_argument("--autocast", choices=("bf16",), help="precision of residual functions (default float32)")
+    how.add_argument("--messages", choices=("bf16",), help="precision of what travels between stages (default float32)")
     how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
     where = parser.add_argument_group("where")
     where.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
@@ -81,7 +84,8 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
 
 _CONFIG = (
     *("model", "data", "method", "stages", "order", "accumulate", "epochs", "batch_size", "lr", "momentum"),
-    *("weight_decay", "warmup_epochs", "drops", "clip_norm", "autocast", "seed", "checkpoint_every"),
+    *("weight_decay", "warmup_epochs", "drops", "clip_norm", "autocast", "messages", "seed", "replicas"),
+    "checkpoint_every",
 )
 
 
@@ -99,6 +103,9 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 def set_up_device(options: argparse.Namespace) -> torch.device:
     """The device that was asked for, or an error if it is not there."""
+    if options.threads is None and processes() > 1:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))  # ranks share the cores
     if options.threads is not None:
         if not 1 <= options.threads <= 4096:
             raise ValueError(f"--threads is {options.threads}: give 1 or more, at best the number of cores")
@@ -110,6 +117,9 @@ def set_up_device(options: argparse.Namespace) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device is {options.device!r}: give cpu, cuda or cuda:0")
     if device.type == "cuda":
+        if device.index is None and processes() > 1 and torch.cuda.device_count():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            torch.cuda.set_device(device)
         if (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"--device is {options.device!r}, but that GPU is not here: give cpu or another")
         torch.backends.cudnn.deterministic = True  # the same options give the same weights

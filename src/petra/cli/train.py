@@ -8,11 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from petra.cli.options import add_run_options, given, set_up_device
+from petra.cli.launch import launch
+from petra.cli.options import add_run_options, given, set_up_device, whole_numbers
+from petra.execution.job import join, processes, restarts
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
 from petra.training.data import load
-from petra.training.run import CONFIG, Run, refuse_to_overwrite, remove_run
+from petra.training.faults import Fault, fail_at
+from petra.training.run import CONFIG, Interrupted, Run, refuse_to_overwrite, remove_run
+
+MAY_CHANGE = ("checkpoint_every", "stages", "order", "replicas")
+"""Options that a resumed run may be given anew."""
 
 
 def add_to(commands: Any) -> None:
@@ -21,7 +27,8 @@ def add_to(commands: Any) -> None:
         "train",
         help="train a network",
         description="Trains a network with one method; writes metrics, checkpoints, weights and a summary into --out.",
-        epilog="Example: petra train --recipe digits --method petra --stages 6 --out runs/digits",
+        epilog="Example: petra train --recipe digits --method petra --stages 6 --out runs/digits. "
+        "With --ranks 2 it runs on two processes of this machine; torchrun starts it on several machines.",
     )
     add_run_options(parser, with_method=True)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the run (default runs/MODEL-METHOD)")
@@ -31,33 +38,89 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--checkpoint-every", type=int, metavar="TICKS", help="also write a checkpoint every so many micro-batches"
     )
+    many = parser.add_argument_group("on several processes")
+    many.add_argument(
+        "--ranks", type=whole_numbers, metavar="N", help="processes that share the stages, or stages of each like 3,2,2"
+    )
+    many.add_argument(
+        "--replicas", type=int, metavar="R", help="copies of the pipeline that share each batch (default 1)"
+    )
+    many.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="of a rank that is stuck (default %(default)g)"
+    )
+    parser.add_argument(
+        "--trace", type=int, nargs="?", const=100, default=0, metavar="TICKS", help="write a timeline (of 100 ticks)"
+    )
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
     """Train, and say what came out."""
+    options.resume = options.resume or restarts() > 0
     config, folder = _configure(options)
-    device = set_up_device(options)
+    if not options.timeout > 0:
+        raise ValueError(f"--timeout is {options.timeout}: give seconds")
+    if options.trace < 0:
+        raise ValueError(f"--trace is {options.trace}: give a number of ticks")
+    ranks = _ranks(options, config)
     if not (options.resume or options.overwrite):
         refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+    if processes() == 1 and ranks * config.replicas > 1:
+        return launch(options.arguments, ranks * config.replicas)
+    device = set_up_device(options)
     data = load(config.data, seed=config.seed)
-    if options.overwrite:
-        remove_run(folder)
-    summary = Run(
-        config,
-        folder,
-        resume=options.resume,
-        device=device,
-        tensorboard=options.tensorboard,
-        quiet=options.quiet,
-        data=data,
-    )()
-    print(
-        f"{summary['method']} on {len(summary['stages'])} stages ({summary['order']}): "
-        f"test accuracy {summary['test_accuracy']:.2%} (best {summary['best_test_accuracy']:.2%} "
-        f"in epoch {summary['best_epoch']}), {summary['samples_per_second']:.0f} samples/s, "
-        f"peak activations {mebibytes(summary['activation_peak_bytes'])}; in {folder}"
-    )
+    with join(device, replicas=config.replicas, timeout=options.timeout, orderly=(Interrupted,)) as transport:
+        transport.gather(None)  # all have found the folder free
+        if options.overwrite and transport.place.speaks:
+            remove_run(folder)
+        transport.gather(None)
+        job = Run(
+            config,
+            folder,
+            resume=options.resume,
+            device=device,
+            tensorboard=options.tensorboard,
+            quiet=options.quiet,
+            data=data,
+            transport=transport,
+            ranks=options.ranks if isinstance(options.ranks, list) else None,
+            trace=options.trace,
+        )
+        if fault := Fault.from_environment():
+            fail_at(job.trainer, fault)
+        try:
+            summary = job()
+        except Interrupted as stopped:
+            raise stopped if transport.place.speaks else Interrupted("") from None
+    if transport.place.speaks:
+        on = f" and {summary['ranks']} ranks" if summary["ranks"] > 1 else ""
+        on += f" in {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
+        print(
+            f"{summary['method']} on {len(summary['stages'])} stages{on} ({summary['order']}): "
+            f"test accuracy {summary['test_accuracy']:.2%} (best {summary['best_test_accuracy']:.2%} "
+            f"in epoch {summary['best_epoch']}), {summary['samples_per_second']:.0f} samples/s, "
+            f"peak activations {mebibytes(summary['activation_peak_bytes'])}; in {folder}"
+        )
+    return 0
+
+
+def _ranks(options: argparse.Namespace, config: RunConfig) -> int:
+    """How many ranks there are to be, which has to fit how many processes there are already."""
+    asked = len(options.ranks) if isinstance(options.ranks, list) else options.ranks
+    if asked is not None and asked < 1:
+        raise ValueError(f"--ranks is {asked}: give 1 or more")
+    started = processes()
+    if started > 1:
+        if started % config.replicas:
+            raise ValueError(f"--replicas is {config.replicas}, which does not divide the {started} processes")
+        if asked is not None and asked * config.replicas != started:
+            raise ValueError(f"--ranks is {asked}, but {started // config.replicas} were started: leave it out")
+        return started // config.replicas
+    ranks = asked or 1
+    stages = config.stages if isinstance(config.stages, int) else len(config.stages)
+    if ranks > stages:
+        raise ValueError(f"--ranks is {ranks} for {stages} stages: give at most {stages}, or more --stages")
+    return ranks
 
 
 def _flat(options: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +143,11 @@ def _configure(options: argparse.Namespace) -> tuple[RunConfig, Path]:
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{written} is damaged ({error}): remove the folder to start anew") from error
         for name, new in _flat(asked).items():
-            if name != "checkpoint_every" and (value := _flat(config.to_json()).get(name)) != new:
+            if name not in MAY_CHANGE and (value := _flat(config.to_json()).get(name)) != new:
                 raise ValueError(f"the run in {options.out} has {name} {value}, not {new}: leave it out to resume")
-        return replace(config, checkpoint_every=asked.get("checkpoint_every", config.checkpoint_every)), options.out
+        config = replace(config, **{name: asked[name] for name in MAY_CHANGE if name in asked})
+        config.validate()
+        return config, options.out
     config = RunConfig.from_options(options.recipe, asked)
     config.validate()
     return config, options.out or Path("runs") / f"{config.model}-{config.method}"

@@ -1,21 +1,28 @@
-"""Stages, and the executors that carry a schedule out on them."""
+"""Stages, the executors that carry a schedule out on them, and the transports that join ranks."""
 
 from petra.execution.local import LocalExecutor, Observer
 from petra.execution.partition import partition
+from petra.execution.processes import LostRank, ProcessTransport
 from petra.execution.rank import RankExecutor
 from petra.execution.stage import Diverged, Finished, NonFiniteLoss, Stage
 from petra.execution.templates import Rehearsal
-from petra.execution.transport import Transport
+from petra.execution.threads import run_together
+from petra.execution.transport import Alone, Place, Transport
 
 __all__ = [
+    "Alone",
     "Diverged",
     "Finished",
     "LocalExecutor",
+    "LostRank",
     "NonFiniteLoss",
     "Observer",
+    "Place",
+    "ProcessTransport",
     "RankExecutor",
     "Rehearsal",
     "Stage",
     "Transport",
     "partition",
+    "run_together",
 ]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from petra.execution.stage import Finished, Stage
+from petra.execution.transport import Doing
 from petra.methods import BackwardMessage
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Order, Tick
 
 Observer = Callable[[int, Action, Stage], None]
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+Clock = Callable[[int, Action, float, float, float], None]
+
+
+_WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
 
 
 class LocalExecutor:
@@ -35,10 +43,15 @@ class LocalExecutor:
         """For each stage, the inputs that wait for it."""
         self.downs: list[dict[int, BackwardMessage]] = [{} for _ in range(order.stages)]
         """For each stage, what has come back from the stage above."""
-        self.targets: dict[int, Any] = {}
+        self.targets: dict[int, tuple[Any, float]] = {}
+        """For the last stage, each micro-batch's targets and its weight in the mean gradient."""
+        self.doing = Doing()
+        self.clock: Clock | None = None
+        """Told when each action asked for its message, began and ended."""
         self._start = 0  # the first micro-batch since the pipeline was last empty
         self._fed = 0  # how many have been read since
         self._tick = 0  # how many ticks have passed since
+        self._shapes: dict[int, Shapes] = {}  # inputs of micro-batches in flight
         self._halted: str | None = None  # what stopped a tick half-way
 
     @property
@@ -51,10 +64,11 @@ class LocalExecutor:
         """Whether a micro-batch is somewhere in the pipeline, or in a gradient that waits for its update."""
         return self._fed > 0
 
-    def tick(self, inputs: Streams, targets: Any) -> list[Finished]:
+    def tick(self, inputs: Streams, targets: Any, weight: float = 1.0) -> list[Finished]:
         """Read one micro-batch and let every stage do what the order has it do; what reached the loss."""
         with self._whole():
-            self._read(inputs, targets)
+            self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
+            self._read(inputs, targets, weight)
             self._fed += 1
             finished = self._perform(self.order.tick(self._tick, self._fed))
             self._tick += 1
@@ -72,9 +86,9 @@ class LocalExecutor:
             assert not any((*self.ups, *self.downs, self.targets, *(stage.kept for stage in self.stages)))
         return finished
 
-    def _read(self, inputs: Streams, targets: Any) -> None:
+    def _read(self, inputs: Streams, targets: Any, weight: float) -> None:
         self.ups[0][self.microbatches] = inputs
-        self.targets[self.microbatches] = targets
+        self.targets[self.microbatches] = targets, weight
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -105,42 +119,62 @@ class LocalExecutor:
             for action in phase:
                 if action.stage in self._owned:
                     finished += self._act(action)
+                if action.kind is Kind.BACKWARD and action.stage == 0:  # it has left the pipeline
+                    self._shapes.pop(self._start + action.microbatch)
+        self.doing.now("between ticks")
         return finished
 
     def _act(self, action: Action) -> list[Finished]:
         stage = self._owned[action.stage]
-        self.acting = stage.index
         microbatch = self._start + action.microbatch
+        action = Action(stage.index, action.kind, microbatch)
+        asked = began = self._begin(action)
         finished = []
         if action.kind is Kind.FORWARD:
-            outputs = stage.forward(microbatch, self._take_up(stage.index, microbatch))
+            inputs = self._take_up(stage.index, microbatch)
+            began = self._now()
+            outputs = stage.forward(microbatch, inputs)
             if stage.last:
-                finished.append(stage.finish(microbatch, outputs, self.targets.pop(microbatch)))
+                finished.append(stage.finish(microbatch, outputs, *self.targets.pop(microbatch)))
             else:
-                self._send_up(stage.index + 1, microbatch, outputs)
+                self._send_up(action, outputs)
         elif action.kind is Kind.BACKWARD:
             above = None if stage.last else self._take_down(stage.index, microbatch)
+            began = self._now()
             message = stage.backward(microbatch, above)
             if stage.index > 0:
-                self._send_down(stage.index - 1, microbatch, message)
+                self._send_down(action, message)
         else:
             stage.update()
         self.acting = None
+        if self.clock is not None:
+            self.clock(self._tick, action, asked, began, self._now())
         for observe in self.observers:
-            observe(self._tick, Action(stage.index, action.kind, microbatch), stage)
+            observe(self._tick, action, stage)
         return finished
+
+    def _begin(self, action: Action) -> float:
+        self.acting = action.stage
+        what = f"{_WORDS[action.kind]} of micro-batch {action.microbatch} on stage {action.stage}"
+        self.doing.now(what, self._start + self._tick)
+        return self._now()
+
+    def _now(self) -> float:
+        if self.clock is not None and self.stages[0].chain.settings.device.type == "cuda":
+            torch.cuda.synchronize()  # a traced action has happened, not only been launched
+        return time.perf_counter()
 
     def _take_up(self, stage: int, microbatch: int) -> Streams:
         return self.ups[stage].pop(microbatch)
 
-    def _send_up(self, stage: int, microbatch: int, streams: Streams) -> None:
-        self.ups[stage][microbatch] = streams
+    def _send_up(self, action: Action, streams: Streams) -> None:
+        self.ups[action.stage + 1][action.microbatch] = streams
 
     def _take_down(self, stage: int, microbatch: int) -> BackwardMessage:
         return self.downs[stage].pop(microbatch)
 
-    def _send_down(self, stage: int, microbatch: int, message: BackwardMessage) -> None:
-        self.downs[stage][microbatch] = message
+    def _send_down(self, action: Action, message: BackwardMessage) -> None:
+        self.downs[action.stage - 1][action.microbatch] = message
 
     def messages(self, stage: int) -> list[Tensor]:
         """The tensors that wait for a stage; for the first, that is data."""
@@ -149,24 +183,25 @@ class LocalExecutor:
         return [x for x in (*ups, *downs) if x is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, and each stage's own state."""
+        """Where in the schedule the executor is."""
         self._refuse_if_halted()
-        return {
-            "start": self._start,
-            "fed": self._fed,
-            "tick": self._tick,
-            "ups": [dict(ups) for ups in self.ups],
-            "downs": [{m: (d.streams, d.gradients) for m, d in downs.items()} for downs in self.downs],
-            "targets": dict(self.targets),
-            "stages": [stage.state_dict() for stage in self.stages],
-        }
+        shapes = {m: [(tuple(shape), dtype) for shape, dtype in shapes] for m, shapes in self._shapes.items()}
+        return {"start": self._start, "fed": self._fed, "tick": self._tick, "shapes": shapes}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken; its tensors are on the stages' device."""
+    def waiting(self, stage: int) -> dict[str, Any]:
+        """The messages that wait for a stage; for the last one also the targets."""
+        downs = {m: (d.streams, d.gradients) for m, d in self.downs[stage].items()}
+        targets = dict(self.targets) if stage == self.order.stages - 1 else {}
+        return {"ups": dict(self.ups[stage]), "downs": downs, "targets": targets}
+
+    def load_state_dict(self, state: dict[str, Any], waiting: Mapping[int, dict[str, Any]]) -> None:
+        """Continue where ``state`` and ``waiting``, of each stage here, were taken; tensors are on the device."""
         self._halted = None
         self._start, self._fed, self._tick = state["start"], state["fed"], state["tick"]
-        self.ups = [dict(ups) for ups in state["ups"]]
-        self.downs = [{m: BackwardMessage(*d) for m, d in downs.items()} for downs in state["downs"]]
-        self.targets = dict(state["targets"])
-        for stage, saved in zip(self.stages, state["stages"], strict=True):
-            stage.load_state_dict(saved)
+        self._shapes = {m: tuple((torch.Size(s), d) for s, d in shapes) for m, shapes in state["shapes"].items()}
+        for stage in self.stages:
+            messages = waiting[stage.index]
+            self.ups[stage.index] = dict(messages["ups"])
+            self.downs[stage.index] = {m: BackwardMessage(*d) for m, d in messages["downs"].items()}
+            if stage.last:
+                self.targets = dict(messages["targets"])

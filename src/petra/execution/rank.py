@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from petra.execution.local import LocalExecutor
 from petra.execution.stage import Finished, Stage
@@ -13,7 +11,7 @@ from petra.execution.templates import Rehearsal, as_message, as_tensors
 from petra.execution.transport import Arrival, Transport
 from petra.methods import BackwardMessage
 from petra.reversible.streams import Streams
-from petra.schedule import Kind, Order, Tick
+from petra.schedule import Action, Kind, Order, Tick
 
 
 class RankExecutor(LocalExecutor):
@@ -37,50 +35,45 @@ class RankExecutor(LocalExecutor):
         self._owners = list(owners)  # stage -> rank
         self._transport = transport
         self._rehearsal = rehearsal
-        self._inputs: dict[int, Streams] = {}  # of micro-batches in flight, as "meta" tensors
+        self.doing = transport.doing
         self._arriving_up: dict[tuple[int, int], Arrival] = {}
         self._arriving_down: dict[tuple[int, int], Arrival] = {}
 
-    def _read(self, inputs: Streams, targets: Any) -> None:
-        self._inputs[self.microbatches] = tuple(torch.empty_like(x, device="meta") for x in inputs)
+    def _read(self, inputs: Streams, targets: Any, weight: float) -> None:
         if 0 in self._owned:
             self.ups[0][self.microbatches] = inputs
         if self.order.stages - 1 in self._owned:
-            self.targets[self.microbatches] = targets
+            self.targets[self.microbatches] = targets, weight
 
     def _perform(self, tick: Tick) -> list[Finished]:
+        self._transport.turn()
         self._make_room(tick)
-        finished = super()._perform(tick)
-        for phase in tick:
-            for action in phase:
-                if action.kind is Kind.BACKWARD and action.stage == 0:  # it has left the pipeline
-                    self._inputs.pop(self._start + action.microbatch)
-        return finished
+        return super()._perform(tick)
 
     def _make_room(self, tick: Tick) -> None:
         for phase in tick:
             for action in phase:
                 if action.stage in self._owned:
                     continue
-                microbatch, source = self._start + action.microbatch, self._owners[action.stage]
-                shapes = self._rehearsal.shapes(self._inputs[microbatch])
+                source = self._owners[action.stage]
+                sent = Action(action.stage, action.kind, self._start + action.microbatch)
                 if action.kind is Kind.FORWARD and (to := action.stage + 1) in self._owned:
-                    arrival = self._transport.receive(source, shapes.ups[to])
-                    self._arriving_up[to, microbatch] = arrival
+                    template = self._rehearsal.shapes(self._shapes[sent.microbatch]).ups[to]
+                    self._arriving_up[to, sent.microbatch] = self._transport.receive(source, sent, template)
                 elif action.kind is Kind.BACKWARD and (to := action.stage - 1) in self._owned:
-                    arrival = self._transport.receive(source, shapes.downs[to])
-                    self._arriving_down[to, microbatch] = arrival
+                    template = self._rehearsal.shapes(self._shapes[sent.microbatch]).downs[to]
+                    self._arriving_down[to, sent.microbatch] = self._transport.receive(source, sent, template)
 
     def _take_up(self, stage: int, microbatch: int) -> Streams:
         if (stage, microbatch) in self._arriving_up:
             return tuple(x for x in self._arriving_up.pop((stage, microbatch))() if x is not None)
         return super()._take_up(stage, microbatch)
 
-    def _send_up(self, stage: int, microbatch: int, streams: Streams) -> None:
-        if stage in self._owned:
-            super()._send_up(stage, microbatch, streams)
+    def _send_up(self, action: Action, streams: Streams) -> None:
+        if action.stage + 1 in self._owned:
+            super()._send_up(action, streams)
         else:
-            self._transport.send(self._owners[stage], streams)
+            self._transport.send(self._owners[action.stage + 1], action, streams)
 
     def _take_down(self, stage: int, microbatch: int) -> BackwardMessage:
         if (stage, microbatch) in self._arriving_down:
@@ -88,11 +81,11 @@ class RankExecutor(LocalExecutor):
             return as_message(tensors, self._owned[stage].needs_outputs)
         return super()._take_down(stage, microbatch)
 
-    def _send_down(self, stage: int, microbatch: int, message: BackwardMessage) -> None:
-        if stage in self._owned:
-            super()._send_down(stage, microbatch, message)
+    def _send_down(self, action: Action, message: BackwardMessage) -> None:
+        if action.stage - 1 in self._owned:
+            super()._send_down(action, message)
         else:
-            self._transport.send(self._owners[stage], as_tensors(message))
+            self._transport.send(self._owners[action.stage - 1], action, as_tensors(message))
 
     def drain(self) -> list[Finished]:
         finished = super().drain()
@@ -104,25 +97,27 @@ class RankExecutor(LocalExecutor):
             self.ups[stage][microbatch] = self._take_up(stage, microbatch)
         for stage, microbatch in list(self._arriving_down):
             self.downs[stage][microbatch] = self._take_down(stage, microbatch)
-        inputs = {m: [(tuple(x.shape), x.dtype) for x in streams] for m, streams in self._inputs.items()}
-        return {**super().state_dict(), "inputs": inputs}
+        return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._inputs = {
-            m: tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in streams)
-            for m, streams in state["inputs"].items()
-        }
+    def load_state_dict(self, state: dict[str, Any], waiting: Mapping[int, dict[str, Any]]) -> None:
+        super().load_state_dict(state, waiting)
+        self._arriving_up.clear()
+        self._arriving_down.clear()
 
     def predict(self, inputs: Streams) -> Streams | None:  # type: ignore[override]
         """Outputs on the last stage's rank, None on the others."""
-        shapes = self._rehearsal.shapes(inputs)
+        self._transport.turn()
+        shapes = self._rehearsal.shapes(tuple((x.shape, x.dtype) for x in inputs))
         streams: Streams = inputs
         for stage in self.stages:
+            self.doing.now(f"evaluation on stage {stage.index}")
             if stage.index > 0 and stage.index - 1 not in self._owned:
-                arrival = self._transport.receive(self._owners[stage.index - 1], shapes.ups[stage.index])
+                sent = Action(stage.index - 1, Kind.FORWARD, -1)
+                arrival = self._transport.receive(self._owners[sent.stage], sent, shapes.ups[stage.index])
                 streams = tuple(x for x in arrival() if x is not None)
             streams = stage.predict(streams)
             if not stage.last and stage.index + 1 not in self._owned:
-                self._transport.send(self._owners[stage.index + 1], streams)
+                sent = Action(stage.index, Kind.FORWARD, -1)
+                self._transport.send(self._owners[stage.index + 1], sent, streams)
+        self.doing.now("between ticks")
         return streams if self.stages[-1].last else None

@@ -5,9 +5,9 @@ Executors call `forward`, `backward` and `update` in the order of the schedule a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Chain, Kept, Method
 from petra.reversible.gradients import ParameterGradients, vjp
 from petra.reversible.streams import Gradients, Streams, dense, leaves, single, storage_id
+
+T = TypeVar("T", Tensor, Tensor | None)
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -52,6 +54,8 @@ class Stage:
         loss: Loss | None = None,
         clip_norm: float | None = None,
         sends_streams: bool = True,
+        message_dtype: torch.dtype | None = None,
+        average: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.index = index
         self.last = index == count - 1
@@ -65,6 +69,10 @@ class Stage:
         self.needs_outputs = method.needs_outputs(chain)
         self.sends_streams = sends_streams
         """Whether the stage below needs its outputs back."""
+        self.message_dtype = message_dtype
+        """What float32 travels as to and from the neighbours; None for float32 itself."""
+        self.average = average
+        """Replaces tensors by their mean over the replicas of this stage."""
         self.kept: dict[int, Kept] = {}
         self.stash = WeightStash(self.parameters) if method.stashes_weights else None
         self.updates = 0
@@ -73,13 +81,15 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Streams) -> Streams:
         """Outputs of the stage; what its backward will need is kept."""
+        inputs = self._unpacked(inputs)
         outputs, self.kept[microbatch] = self.method.forward(self.chain, microbatch, inputs, self.last)
         if self.stash is not None:
             self.stash.keep(microbatch)
-        return tuple(dense(y) for y in outputs)
+        outputs = tuple(dense(y) for y in outputs)
+        return outputs if self.last else self._packed(outputs)
 
-    def finish(self, microbatch: int, outputs: Streams, targets: Any) -> Finished:
-        """On the last stage: the loss, and its gradient ready for `backward` (Alg. 1, lines 28-29)."""
+    def finish(self, microbatch: int, outputs: Streams, targets: Any, weight: float = 1.0) -> Finished:
+        """On the last stage: the loss, and its gradient times ``weight`` for `backward` (Alg. 1, lines 28-29)."""
         assert self.loss is not None
         leaf = leaves(outputs)
         with torch.enable_grad():
@@ -89,7 +99,7 @@ class Stage:
                 f"the loss of micro-batch {microbatch} on stage {self.index} is {float(loss.detach())}: "
                 "look for NaN in the data, or lower the learning rate; no weight was updated with it"
             )
-        gradients = vjp((loss,), leaf, [], (torch.ones_like(loss),)).gradients
+        gradients = vjp((loss,), leaf, [], (torch.full_like(loss, weight),)).gradients
         streams = outputs if self.needs_outputs else None
         self._from_loss[microbatch] = BackwardMessage(streams, gradients)
         return Finished(microbatch, loss.detach(), single(outputs), targets)
@@ -98,13 +108,27 @@ class Stage:
         """Take the message from above back to the stage's inputs; gradients of parameters are added up."""
         if message is None:
             message = self._from_loss.pop(microbatch)
+        elif self.message_dtype is not None:
+            streams = None if message.streams is None else self._unpacked(message.streams)
+            message = BackwardMessage(streams, self._unpacked(message.gradients))
         kept = self.kept.pop(microbatch)
         if self.stash is not None:
             kept.weights = self.stash.take(microbatch)
-        streams, gradients, parameters = self.method.backward(self.chain, microbatch, kept, message)
+        inputs, gradients, parameters = self.method.backward(self.chain, microbatch, kept, message)
         self._accumulate(parameters, (*message.gradients, *gradients))
-        below = tuple(dense(x) for x in streams) if self.sends_streams else None
-        return BackwardMessage(below, tuple(None if g is None else dense(g) for g in gradients))
+        below = self._packed(tuple(dense(x) for x in inputs)) if self.sends_streams else None
+        return BackwardMessage(below, self._packed(tuple(None if g is None else dense(g) for g in gradients)))
+
+    def _packed(self, tensors: tuple[T, ...]) -> tuple[T, ...]:
+        """As they travel."""
+        if self.message_dtype is None:
+            return tensors
+        return tuple(t if t is None or t.dtype != torch.float32 else t.to(self.message_dtype) for t in tensors)
+
+    def _unpacked(self, tensors: tuple[T, ...]) -> tuple[T, ...]:
+        if self.message_dtype is None:
+            return tensors
+        return tuple(t if t is None or t.dtype != self.message_dtype else t.float() for t in tensors)
 
     def _accumulate(self, found: ParameterGradients, messages: Gradients) -> None:
         if self._accumulated == 0:
@@ -133,6 +157,8 @@ class Stage:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad / self._accumulated
         self._accumulated = 0
+        if self.average is not None:
+            self._average_over_replicas()
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         if self.stash is not None:
@@ -143,9 +169,19 @@ class Stage:
             self.scheduler.step()
         self.updates += 1
 
+    def _average_over_replicas(self) -> None:
+        assert self.average is not None
+        for parameter in self.parameters:  # a replica without a gradient has to take part all the same
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        statistics = [b for layer in self.chain.layers for b in layer.buffers() if b.is_floating_point()]
+        self.average([*gradients, *statistics])
+
     def predict(self, inputs: Streams) -> Streams:
         """Outputs in evaluation mode; touches nothing."""
-        return tuple(dense(y) for y in self.chain.predict(inputs))
+        outputs = tuple(dense(y) for y in self.chain.predict(self._unpacked(inputs)))
+        return outputs if self.last else self._packed(outputs)
 
     def gradients(self) -> list[Tensor | None]:
         """Gradients of the parameters: those being added up, or the mean that the last update used."""
@@ -164,30 +200,20 @@ class Stage:
             "graph": [x for kept in self.kept.values() if kept.tape is not None for x in kept.tape.inputs],
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights, between two ticks."""
+    def in_flight(self) -> dict[str, Any]:
+        """What belongs to micro-batches between two ticks: what is kept of them, and gradients being added up."""
         assert not self._from_loss
         assert all(kept.tape is None for kept in self.kept.values())
         return {
             "kept": {microbatch: kept.inputs for microbatch, kept in self.kept.items()},
-            "stash": self.stash.state_dict() if self.stash is not None else None,
-            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "gradients": self.gradients(),
             "accumulated": self._accumulated,
-            "updates": self.updates,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_in_flight(self, state: dict[str, Any]) -> None:
+        """Take up what `in_flight` gave."""
         self.kept = {microbatch: Kept(inputs=list(inputs)) for microbatch, inputs in state["kept"].items()}
         self._from_loss.clear()
-        if self.stash is not None:
-            self.stash.load_state_dict(state["stash"])
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
         for parameter, gradient in zip(self.parameters, state["gradients"], strict=True):
             parameter.grad = gradient
         self._accumulated = state["accumulated"]
-        self.updates = state["updates"]

@@ -7,14 +7,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from petra.execution.envelope import Template
+from petra.execution.local import Shapes
 from petra.execution.stage import Stage
 from petra.methods import BackwardMessage, Chain, Method, Settings
 from petra.reversible.streams import Streams
-
-Template = tuple[Tensor | None, ...]
-"""Tensors of the "meta" device that stand for those of a message; None travels as nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +27,28 @@ class MessageShapes:
 class Rehearsal:
     """The network on the "meta" device: every process finds the same shapes, without asking the others."""
 
-    def __init__(self, layers: Sequence[nn.Module], cuts: Sequence[range], method: Method) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        cuts: Sequence[range],
+        method: Method,
+        message_dtype: torch.dtype | None = None,
+    ) -> None:
         settings = Settings(torch.device("meta"))
         self._stages: list[Stage] = []
         for index, cut in enumerate(cuts):
             chain = Chain([deepcopy(layers[i]).to("meta") for i in cut], cut.start, settings)
             needed = bool(self._stages) and self._stages[-1].needs_outputs
-            self._stages.append(Stage(index, len(cuts), chain, method, None, sends_streams=needed))
-        self._known: dict[tuple[tuple[torch.Size, torch.dtype], ...], MessageShapes] = {}
+            self._stages.append(
+                Stage(index, len(cuts), chain, method, None, sends_streams=needed, message_dtype=message_dtype)
+            )
+        self._known: dict[Shapes, MessageShapes] = {}
 
-    def shapes(self, inputs: Streams) -> MessageShapes:
-        """The messages of a micro-batch with inputs like these."""
-        key = tuple((x.shape, x.dtype) for x in inputs)
-        if key not in self._known:
-            self._known[key] = self._run(tuple(torch.empty_like(x, device="meta") for x in inputs))
-        return self._known[key]
+    def shapes(self, inputs: Shapes) -> MessageShapes:
+        """The messages of a micro-batch with inputs of these shapes."""
+        if inputs not in self._known:
+            self._known[inputs] = self._run(tuple(torch.empty(s, dtype=d, device="meta") for s, d in inputs))
+        return self._known[inputs]
 
     def _run(self, streams: Streams) -> MessageShapes:
         ups: list[Template] = []

@@ -1,79 +1,163 @@
-"""How messages travel between ranks: torch.distributed, gloo on CPU and NCCL on GPU."""
+"""How one rank talks to the others. Processes and threads do it in their own ways (`processes`, `threads`)."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from datetime import timedelta
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from petra.execution.templates import Template
+from petra.execution.envelope import Template
+from petra.schedule import Action
 
 Arrival = Callable[[], Template]
 """Waits for a message and returns it."""
 
 
-class Transport:
-    """Ordered channels between neighbouring ranks: what is sent first arrives first.
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: which part of the pipeline it holds, and in which of its replicas."""
 
-    There is a group of two ranks for each direction between two neighbours. Order is all that matches a message
-    with its receiver, because NCCL knows no tags; a group of its own keeps the two directions from blocking
-    each other.
-    """
+    rank: int = 0
+    ranks: int = 1
+    replica: int = 0
+    replicas: int = 1
 
-    def __init__(self, device: torch.device | str = "cpu", timeout: timedelta = timedelta(minutes=5)) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._device = torch.device(device)
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for lower in range(self.world - 1):  # every rank has to make every group, in the same order
-            for source, to in ((lower, lower + 1), (lower + 1, lower)):
-                self._groups[source, to] = dist.new_group([lower, lower + 1], timeout=timeout)
-        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()  # a tensor lives until it has left
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the one that does what has to be done once: it sees the loss."""
+        return self.rank == self.ranks - 1 and self.replica == 0
 
-    def send(self, to: int, tensors: Template) -> None:
-        """Hand a message over; it must not be written into afterwards."""
-        while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()[0].wait()
-        for tensor in tensors:
-            if tensor is not None:
-                work = dist.isend(tensor, to, group=self._groups[self.rank, to])
-                assert work is not None
-                self._leaving.append((work, tensor))
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" of replica {self.replica}" if self.replicas > 1 else "")
 
-    def receive(self, source: int, template: Template) -> Arrival:
-        """Make room for the next message from ``source``, which has the shapes of ``template``."""
-        buffers = tuple(None if t is None else torch.empty_like(t, device=self._device) for t in template)
-        group = self._groups[source, self.rank]
-        works = [dist.irecv(buffer, source, group=group) for buffer in buffers if buffer is not None]
 
-        def arrive() -> Template:
-            for work in works:
-                assert work is not None
-                work.wait()
-            return buffers
+@dataclass
+class Doing:
+    """What a rank is at, for whoever wants to know why it does not go on."""
 
-        return arrive
+    tick: int = 0
+    what: str = "setting up"
+    waits: bool = False
+    """Whether it waits for another rank."""
+    waiting_for: int | None = None
+    """For which, if it is a certain one."""
+    times: int = 0
+    """Grows whenever something new begins."""
 
-    def flush(self) -> None:
+    def now(self, what: str, tick: int | None = None) -> None:
+        """Something new begins."""
+        self.what, self.waits, self.waiting_for, self.times = what, False, None, self.times + 1
+        self.tick = self.tick if tick is None else tick
+
+    @contextmanager
+    def waiting(self, rank: int | None) -> Iterator[None]:
+        """Inside, another rank is waited for, or all of them."""
+        self.waits, self.waiting_for = True, rank
+        yield  # an error leaves it as it is
+        self.waits, self.waiting_for, self.times = False, None, self.times + 1
+
+
+class Transport(ABC):
+    """Ordered channels between neighbouring ranks of a pipeline, and a few words among all of them."""
+
+    def __init__(self, place: Place, device: torch.device | str) -> None:
+        self.place = place
+        self.device = torch.device(device)
+        self.doing = Doing()
+        self.sent = Counter[tuple[int, str]]()
+        """Bytes of tensors sent, by receiving rank and kind of action ("F" or "B")."""
+
+    @abstractmethod
+    def send(self, to: int, label: Action, tensors: Template) -> None:
+        """Hand over the message that comes from ``label``; the tensors are free when this returns."""
+
+    @abstractmethod
+    def receive(self, source: int, label: Action, template: Template) -> Arrival:
+        """Make room for the next message from ``source``: that of ``label``, with the shapes of ``template``."""
+
+    def turn(self) -> None:  # noqa: B027 - a transport that keeps nothing has nothing to do
+        """A new tick begins: what was sent two ticks ago has arrived."""
+
+    def flush(self) -> None:  # noqa: B027
         """Wait until everything that was handed over has left."""
-        while self._leaving:
-            self._leaving.popleft()[0].wait()
 
-    def share(self, values: list[float], source: int) -> list[float]:
-        """The values of rank ``source``, on every rank."""
-        box = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.broadcast(box, source)
-        return [float(value) for value in box]
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """What every process gives, as plain JSON, on every process; ranks by replicas in order."""
 
-    def agree(self, identity: str) -> None:
+    @abstractmethod
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its mean over the replicas of this rank."""
+
+    def any_soon(self, flag: bool) -> bool:
+        """Whether some process has said yes lately; all hear it in the same call. Called once a tick by all."""
+        return any(self.gather(flag))
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sums over all processes."""
+        return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
+
+    def agree(self, identity: dict[str, Any]) -> None:
         """Raise ValueError on every rank unless all of them say the same."""
-        said: list[str] = [""] * self.world
-        dist.all_gather_object(said, identity)
-        if len(set(said)) > 1:
-            others = [rank for rank in range(self.world) if said[rank] != said[0]]
-            raise ValueError(
-                f"ranks {others} are not set up like rank 0: give every rank the same network, weights and options"
-            )
+        said = self.gather(identity)
+        for index, other in enumerate(said):
+            for name, value in said[0].items():
+                if other.get(name) != value:
+                    raise ValueError(
+                        f"{self.places()[index]} has {name} {other.get(name)}, rank 0 has {value}: "
+                        "start every rank with the same network, weights and options"
+                    )
+
+    def places(self) -> list[Place]:
+        """Those of all processes, in order."""
+        ranks, replicas = self.place.ranks, self.place.replicas
+        return [Place(rank, ranks, replica, replicas) for rank in range(ranks) for replica in range(replicas)]
+
+
+class Alone(Transport):
+    """The transport of a process that has no others to talk to."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__(Place(), device)
+
+    def send(self, to: int, label: Action, tensors: Template) -> None:
+        raise AssertionError("there is no other rank")
+
+    def receive(self, source: int, label: Action, template: Template) -> Arrival:
+        raise AssertionError("there is no other rank")
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+
+def buckets(tensors: Sequence[Tensor], size: int = 2**23) -> list[list[Tensor]]:
+    """The tensors in groups of one dtype and about ``size`` elements, in order."""
+    groups: list[list[Tensor]] = []
+    open_groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        group = open_groups.get(tensor.dtype)
+        if group is None or sum(t.numel() for t in group) >= size:
+            group = open_groups[tensor.dtype] = []
+            groups.append(group)
+        group.append(tensor)
+    return groups
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One vector of all of them."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def spread(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The reverse of `flat`, into the tensors."""
+    for tensor, part in zip(tensors, torch.split(vector, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -2,5 +2,6 @@
 
 from petra.measure.environment import environment
 from petra.measure.memory import MemoryProbe, StageMemory, at_rest, nbytes
+from petra.measure.timeline import Timeline, Trace
 
-__all__ = ["MemoryProbe", "StageMemory", "at_rest", "environment", "nbytes"]
+__all__ = ["MemoryProbe", "StageMemory", "Timeline", "Trace", "at_rest", "environment", "nbytes"]

@@ -81,7 +81,8 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
     @property
     def stages(self) -> list[StageMemory]:
         """Each stage with the peak of its graph."""
-        return [StageMemory(**{**asdict(row), "graph": self._peak[stage]}) for stage, row in enumerate(self.rest)]
+        rows = zip(self.executor.stages, self.rest, strict=True)
+        return [StageMemory(**{**asdict(row), "graph": self._peak[stage.index]}) for stage, row in rows]
 
     def __enter__(self) -> MemoryProbe:
         self._survey()

@@ -1,18 +1,21 @@
-"""Checkpoints: whole or not at all, and safe to load."""
+"""Checkpoints: whole or not at all, written by all ranks together, and safe to load."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from safetensors.torch import save as to_safetensors
-from torch import nn
+from torch import Tensor
 
-FORMAT = 1
+from petra.execution import Transport
+
+FORMAT = 2
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
@@ -58,6 +61,104 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     return state
 
 
+class Checkpoints:
+    """The checkpoints of a run in one folder, of which the last whole one counts.
+
+    Each is a folder of its own: ``run.pt`` with what concerns all, and ``stage0.pt``, ``stage1.pt``, … each written by
+    the rank that holds the stage, and for further replicas ``stage0.replica1.pt`` with what is in flight there.
+    ``latest.json`` names the last one that all ranks have written; it changes in one step, then older ones go.
+    """
+
+    def __init__(self, folder: Path, transport: Transport) -> None:
+        self._folder, self._transport = folder, transport
+        self._number = self._latest() or 0
+
+    def exist(self) -> bool:
+        """Whether there is one to resume from."""
+        return (self._folder / LATEST).exists()
+
+    def save(self, run: dict[str, Any], stages: dict[int, dict[str, Any]]) -> None:
+        """Write a checkpoint, called by all ranks at once; ``run`` is taken from the one that speaks."""
+        place = self._transport.place
+        folder = self._folder / _name(self._number + 1)
+        problem = None
+        try:
+            for index, state in stages.items():
+                shared = state if place.replica == 0 else {"flight": state["flight"]}
+                save(folder / _stage(index, place.replica), shared)
+            if place.speaks:
+                save(folder / RUN, run)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        said = self._transport.gather(problem)  # after this, all have written theirs
+        for other, text in zip(self._transport.places(), said, strict=True):
+            if text is not None:
+                who = f"{other}: " if len(said) > 1 else ""
+                raise OSError(f"{who}the checkpoint could not be written ({text}); the one before it is kept")
+        self._number += 1
+        if place.speaks:
+            write_json(self._folder / LATEST, {"format": FORMAT, "name": folder.name})
+            for old in self._folder.iterdir():
+                if old.is_dir() and old != folder:
+                    remove_checkpoint(old)
+
+    def run(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """What the last checkpoint says about the whole run."""
+        return load(self._folder / _name(self._number) / RUN, device)
+
+    def stage(self, index: int, replica: int = 0, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """A stage in the last checkpoint: its weights, and what is in flight in a replica."""
+        folder = self._folder / _name(self._number)
+        found = load(folder / _stage(index, 0), device)
+        if replica > 0:
+            found["flight"] = load(folder / _stage(index, replica), device)["flight"]
+        return {"weights": found["weights"], "flight": found["flight"]}
+
+    def _latest(self) -> int | None:
+        path = self._folder / LATEST
+        if not path.exists():
+            return None
+        try:
+            written = json.loads(path.read_text())
+            if written["format"] != FORMAT:
+                raise ValueError(f"format {written['format']}")
+            return int(written["name"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged or of another version ({error}): remove {self._folder} to start anew"
+            ) from error
+
+
+LATEST, RUN = "latest.json", "run.pt"
+
+
+def _name(number: int) -> str:
+    return f"{number:06d}"
+
+
+def _stage(index: int, replica: int) -> str:
+    return f"stage{index}.pt" if replica == 0 else f"stage{index}.replica{replica}.pt"
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove one checkpoint, and nothing that is not a part of one."""
+    for path in folder.glob("*.pt*"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # something of somebody else's is in there
+        folder.rmdir()
+
+
+def remove_all(folder: Path) -> None:
+    """Remove all checkpoints of a run."""
+    if folder.is_dir():
+        (folder / LATEST).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if path.is_dir():
+                remove_checkpoint(path)
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write readable JSON, whole or not at all."""
     text = json.dumps(value, indent=2) + "\n"
@@ -68,10 +169,10 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, write)
 
 
-def export_weights(network: nn.Module, path: Path) -> None:
-    """Write the weights as safetensors under the network's own names; they load without Petra."""
+def export_weights(network: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights as safetensors under the network's own names; they load without Petra."""
     # Copies, for safetensors takes no two names of one memory, which layers that share weights have.
-    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in network.state_dict().items()}
+    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in network.items()}
 
     def write(file: IO[bytes]) -> None:
         file.write(to_safetensors(tensors))

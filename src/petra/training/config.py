@@ -35,6 +35,8 @@ class RunConfig:
     clip_norm: float | None = None
     autocast: str | None = None
     seed: int = 0
+    replicas: int = 1
+    messages: str | None = None
     model_options: dict[str, Any] = field(default_factory=dict)
     checkpoint_every: int = 0
 
@@ -77,9 +79,13 @@ class RunConfig:
     def autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.autocast == "bf16" else None
 
+    @property
+    def message_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.messages == "bf16" else None
+
     def validate(self) -> None:
         """Raise ValueError for the first thing that cannot work."""
-        for name in ("epochs", "batch_size", "accumulate"):
+        for name in ("epochs", "batch_size", "accumulate", "replicas"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
         for name in ("momentum", "weight_decay", "warmup_epochs", "checkpoint_every", "seed"):
@@ -95,6 +101,8 @@ class RunConfig:
             raise ValueError(f"--drops is {list(self.drops)}: give fractions of training between 0 and 1")
         if self.autocast not in (None, "bf16"):
             raise ValueError(f"--autocast is {self.autocast!r}: give bf16, or leave it out for float32")
+        if self.messages not in (None, "bf16"):
+            raise ValueError(f"--messages is {self.messages!r}: give bf16, or leave it out for float32")
         method = methods.find(self.method)
         cuts = partition(len(_outline(self.model, self.model_options)), self.stages)
         choose_order(method, len(cuts), self.accumulate, self.order)

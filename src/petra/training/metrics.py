@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class MetricsLog:
     """Appends records to a file; a resumed run first forgets what came after its checkpoint."""
 
-    def __init__(self, path: Path, keep_bytes: int = 0, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path | None, keep_bytes: int = 0, tensorboard: Path | None = None) -> None:
+        self._file: IO[bytes] | None = None
+        self._board: Any = None
+        if path is None:  # another process writes them
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         self._file.truncate(min(keep_bytes, path.stat().st_size))
         self._file.seek(0, os.SEEK_END)  # truncating does not move the position
-        self._board = _open_board(tensorboard) if tensorboard is not None else None
+        if tensorboard is not None:
+            self._board = _open_board(tensorboard)
 
     @property
     def size(self) -> int:
         """Bytes written so far: what a checkpoint remembers."""
-        return self._file.tell()
+        return self._file.tell() if self._file is not None else 0
 
     def write(self, step: int, record: dict[str, Any]) -> None:
         """Add a record; numbers also go to TensorBoard."""
+        if self._file is None:
+            return
         self._file.write(json.dumps({"step": step, **record}).encode() + b"\n")
         self._file.flush()
         if self._board is not None:
@@ -33,7 +40,8 @@ class MetricsLog:
                     self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -44,6 +44,11 @@ class Progress:
                 file=sys.stderr,
             )
 
+    def say(self, text: str) -> None:
+        """Show a text without disturbing the bar."""
+        if not self._quiet:
+            tqdm.write(text, file=sys.stderr)
+
     def close(self) -> None:
         """Leave the terminal clean."""
         if self._bar is not None:

@@ -6,9 +6,9 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,25 @@ import torch
 from torch import nn
 
 from petra import models
-from petra.execution import Diverged, Finished
-from petra.measure import MemoryProbe, environment
+from petra.execution import Alone, Diverged, Finished, Transport, run_together
+from petra.measure import MemoryProbe, Timeline, environment
 from petra.training import checkpoint, recipes
 from petra.training.config import RunConfig
 from petra.training.data import Batches, ImageData, load
 from petra.training.metrics import MetricsLog
 from petra.training.progress import Progress
-from petra.training.trainer import Trainer, count_correct, weights_hash
+from petra.training.trainer import ORDERS, Trainer, count_correct, weights_hash
 
-FILES = ("config.json", "checkpoint.pt", "metrics.jsonl", "summary.json", "weights.safetensors")
-CONFIG, CHECKPOINT, METRICS, SUMMARY, WEIGHTS = FILES
+FILES = ("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json")
+CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE = FILES
+CHECKPOINTS = "checkpoint"
 
 
 def refuse_to_overwrite(folder: Path, how: str) -> None:
     """Raise ValueError if there is something in the folder that a new run would write over."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out is {folder}, which is a file: give a folder")
-    if any((folder / name).exists() for name in FILES):
+    if any((folder / name).exists() for name in (*FILES, CHECKPOINTS)):
         raise ValueError(f"{folder} holds a run already: give {how}, or another --out")
 
 
@@ -41,6 +42,7 @@ def remove_run(folder: Path) -> None:
     """Remove what a run has written, and nothing else."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
+    checkpoint.remove_all(folder / CHECKPOINTS)
 
 
 class Interrupted(Exception):
@@ -77,8 +79,9 @@ class Position:
 class Run:
     """One run in one folder.
 
-    The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint.pt``, and at the end ``summary.json``
-    and ``weights.safetensors``.
+    The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint/``, and at the end ``summary.json``
+    and ``weights.safetensors``. With a transport, all ranks make the same run; the one that holds the last stage
+    speaks for all of them.
     """
 
     def __init__(
@@ -91,14 +94,42 @@ class Run:
         tensorboard: bool = False,
         quiet: bool = False,
         data: ImageData | None = None,
+        transport: Transport | None = None,
+        ranks: Sequence[int] | None = None,
+        trace: int = 0,
     ) -> None:
         config.validate()
         self.config, self.folder, self.device = config, folder, torch.device(device)
         if not resume:
             refuse_to_overwrite(folder, "--resume to continue it")
-        data = load(config.data, seed=config.seed) if data is None else data
-        self.train = Batches(data, "train", config.batch_size, seed=config.seed, device=self.device)
-        self.test = Batches(data, "test", max(config.batch_size, 256), device=self.device)
+        self.transport = transport = transport if transport is not None else Alone(self.device)
+        transport.agree(config.to_json())
+        place = transport.place
+        self._data = load(config.data, seed=config.seed) if data is None else data
+        share = (place.replica, place.replicas)
+        self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, device=self.device, share=share)
+        self.test = Batches(self._data, "test", max(config.batch_size, 256), device=self.device, share=share)
+        self.trainer = self._trainer(transport, config.stages, config.order, ranks)
+        self.position = Position()
+        self._counts = place.rank == place.ranks - 1
+        self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport)
+        keep = self._restore() if resume and self._checkpoints.exist() else 0
+        transport.gather(None)  # nobody writes before all have read
+        if place.speaks:
+            checkpoint.write_json(folder / CONFIG, config.to_json())
+        board = folder / "tensorboard" if tensorboard else None
+        self.metrics = MetricsLog(folder / METRICS if place.speaks else None, keep, board)
+        self.progress = Progress(config.method, config.epochs, len(self.train), quiet or not place.speaks)
+        self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
+
+    def _trainer(
+        self,
+        transport: Transport,
+        stages: int | Sequence[int],
+        order: str | Sequence[int] | None,
+        ranks: Sequence[int] | None = None,
+    ) -> Trainer:
+        config, data = self.config, self._data
         torch.manual_seed(config.seed)
         network = models.create(
             config.model,
@@ -107,32 +138,30 @@ class Run:
         curve = recipes.LearningRateCurve(
             config.epochs, len(self.train) / config.accumulate, config.warmup_epochs, tuple(config.drops)
         )
-        self.trainer = Trainer(
+        return Trainer(
             network,
             loss=nn.functional.cross_entropy,
             optimizer=lambda parameters: recipes.sgd(
                 parameters, lr=config.base_lr, momentum=config.momentum, weight_decay=config.weight_decay
             ),
             method=config.method,
-            stages=config.stages,
+            stages=stages,
             scheduler=curve.scheduler,
             accumulate=config.accumulate,
-            order=config.order,
+            order=order,
             clip_norm=config.clip_norm,
             autocast=config.autocast_dtype,
             seed=config.seed,
             device=self.device,
+            transport=transport,
+            ranks=ranks,
+            message_dtype=config.message_dtype,
         )
-        self.position = Position()
-        keep = self._restore() if resume and (folder / CHECKPOINT).exists() else 0
-        checkpoint.write_json(folder / CONFIG, config.to_json())
-        self.metrics = MetricsLog(folder / METRICS, keep, folder / "tensorboard" if tensorboard else None)
-        self.progress = Progress(config.method, config.epochs, len(self.train), quiet)
 
     def __call__(self) -> dict[str, Any]:
         """Train to the end and return the summary."""
         try:
-            if self.position.finished and (self.folder / SUMMARY).exists():
+            if self.position.finished and all(self.transport.gather((self.folder / SUMMARY).exists())):
                 return self._summary()
             with _stoppable() as stop:
                 while self.position.epoch < self.config.epochs:
@@ -147,29 +176,43 @@ class Run:
         self.progress.start(position.epoch, position.batch)
         for x, y in self.train.epoch(position.epoch, position.batch):
             began = time.perf_counter()
-            position.count(self._tick(x, y))
+            samples = self.train.size(position.batch)
+            position.count(self._tick(x, y, samples))
             position.seconds += time.perf_counter() - began
-            position.trained += len(y)
+            position.trained += samples
             position.batch += 1
+            self._trace()
+            stopping = self.transport.any_soon(stop.is_set())
             self.progress.step(position.loss, position.correct, position.samples, self._rate())
             last = position.batch == len(self.train)
             every = self.config.checkpoint_every
-            if stop.is_set() or (not last and every and self.trainer.executor.microbatches % every == 0):
+            if stopping or (not last and every and self.trainer.executor.microbatches % every == 0):
                 self._save()
-            if stop.is_set():
+            if stopping:
                 raise Interrupted(f"stopped in epoch {position.epoch + 1}; continue with --resume --out {self.folder}")
         if position.epoch == self.config.epochs - 1:
             position.count(self.trainer.drain())
+            self._trace(ending=True)
         self._end_epoch()
 
-    def _tick(self, x: torch.Tensor, y: torch.Tensor) -> list[Finished]:
+    def _tick(self, x: torch.Tensor, y: torch.Tensor, samples: int) -> list[Finished]:
         if self.trainer.executor.microbatches != self._probed_tick():
-            return self.trainer.step(x, y)
+            return self.trainer.step(x, y, samples)
         with MemoryProbe(self.trainer.executor) as probe:
-            finished = self.trainer.step(x, y)
-        self.position.memory = [asdict(stage) for stage in probe.stages]
-        self.position.activation_peak = probe.activation_peak
+            finished = self.trainer.step(x, y, samples)
+        said = self.transport.gather([[asdict(stage) for stage in probe.stages], probe.activation_peak])
+        replicas = self.transport.place.replicas
+        self.position.memory = [stage for stages, _ in said[::replicas] for stage in stages]
+        self.position.activation_peak = max(peak for _, peak in said)
         return finished
+
+    def _trace(self, ending: bool = False) -> None:
+        if self._timeline is None or not (ending or self._timeline.full):
+            return
+        trace, self._timeline = self._timeline.finish(), None
+        if self.transport.place.speaks:
+            trace.save(self.folder / TRACE)
+            self.progress.say(f"{trace.table()}\ntrace in {self.folder / TRACE}: open it at https://ui.perfetto.dev")
 
     def _probed_tick(self) -> int:
         """A tick with a full pipeline and an update in it, on which memory is measured."""
@@ -184,11 +227,11 @@ class Run:
         position.epoch += 1
         if position.test_accuracy > position.best_accuracy:
             position.best_accuracy, position.best_epoch = position.test_accuracy, position.epoch
-        samples = position.samples
+        loss, correct, samples = self._sums()
         record = {
             "epoch": position.epoch,
-            "train_loss": position.loss / samples if samples else None,
-            "train_accuracy": position.correct / samples if samples else None,
+            "train_loss": loss / samples if samples else None,
+            "train_accuracy": correct / samples if samples else None,
             "test_loss": position.test_loss,
             "test_accuracy": position.test_accuracy,
             "lr": self._learning_rate(),
@@ -201,13 +244,16 @@ class Run:
 
     def _finish(self) -> dict[str, Any]:
         config, trainer = self.config, self.trainer
+        weights = self._whole_network()
         summary = {
             "method": config.method,
             "model": config.model,
             "data": config.data,
-            "stages": [len(stage.chain.layers) for stage in trainer.stages],
+            "stages": trainer.layout["stages"],
+            "ranks": self.transport.place.ranks,
+            "replicas": self.transport.place.replicas,
             "order": trainer.order.name,
-            "staleness": [trainer.order.staleness(stage.index) for stage in trainer.stages],
+            "staleness": trainer.layout["in_flight"],
             "accumulate": config.accumulate,
             "epochs": config.epochs,
             "seed": config.seed,
@@ -219,14 +265,26 @@ class Run:
             "samples_per_second": self._rate(),
             "activation_peak_bytes": self.position.activation_peak,
             "memory_bytes": self.position.memory,
-            "weights_sha256": weights_hash(trainer.network),
+            "weights_sha256": weights_hash(weights),
             "environment": environment(self.device),
         }
-        checkpoint.export_weights(trainer.network, self.folder / WEIGHTS)
-        checkpoint.write_json(self.folder / SUMMARY, summary)
+        if self.transport.place.speaks:
+            checkpoint.export_weights(weights, self.folder / WEIGHTS)
+            checkpoint.write_json(self.folder / SUMMARY, summary)
+        self.transport.gather(None)
         self.position.finished = True
         self._save()
         return summary
+
+    def _whole_network(self) -> dict[str, torch.Tensor]:
+        """All weights in the network's order, those of other ranks from the checkpoint that was just written."""
+        own = self.trainer.network.state_dict()
+        if not self.transport.place.speaks or not any(value.is_meta for value in own.values()):
+            return {name: value for name, value in own.items() if not value.is_meta}
+        found: dict[str, torch.Tensor] = {}
+        for stage in range(len(self.trainer.owners)):
+            found |= self._checkpoints.stage(stage)["weights"]["network"]
+        return {name: found[name] for name in own}
 
     def _rate(self) -> float:
         return self.position.trained / self.position.seconds if self.position.seconds else 0.0
@@ -243,28 +301,69 @@ class Run:
 
     def _save(self) -> None:
         for name, value in self.trainer.network.state_dict().items():
-            if not torch.isfinite(value).all():
+            if not value.is_meta and not torch.isfinite(value).all():
                 raise Diverged(
                     f"{name} is not finite after micro-batch {self.trainer.executor.microbatches - 1}: "
                     "lower the learning rate; the checkpoint before it is kept"
                 )
-        state = {
-            "trainer": self.trainer.state_dict(),
-            "position": asdict(self.position),
+        self.transport.doing.now("writing a checkpoint")
+        state = self.trainer.state_dict()
+        loss, correct, samples = self._sums()
+        position = replace(self.position, loss=loss, correct=int(correct), samples=int(samples))
+        run = {
+            "layout": state["layout"],
+            "executor": state["executor"],
+            "position": asdict(position),
             "metrics_bytes": self.metrics.size,
         }
-        checkpoint.save(self.folder / CHECKPOINT, state)
+        self._checkpoints.save(run, state["stages"])
+
+    def _sums(self) -> list[float]:
+        """Loss, right answers and samples of the epoch so far, of all replicas."""
+        position = self.position
+        return self.transport.total([position.loss, position.correct, position.samples])
 
     def _restore(self) -> int:
-        path = self.folder / CHECKPOINT
-        state = checkpoint.load(path, self.device)
+        saved = self._checkpoints.run()
         try:
-            self.trainer.load_state_dict(state["trainer"])
-            self.position = Position(**state["position"])
-            return int(state["metrics_bytes"])
+            finished: list[Finished] = []
+            if saved["layout"] == self.trainer.layout:
+                replica = self.transport.place.replica
+                stages = {s.index: self._checkpoints.stage(s.index, replica) for s in self.trainer.stages}
+                self.trainer.load_state_dict({**saved, "stages": stages})
+            else:
+                finished = self._restore_at_another_cut(saved)
+            self.position = Position(**saved["position"])
+            if not self.transport.place.speaks:  # the sums are of all replicas, so only one goes on with them
+                self.position = replace(self.position, loss=0.0, correct=0, samples=0)
+            else:
+                self.position.count(finished)
+            return int(saved["metrics_bytes"])
         except (KeyError, TypeError, RuntimeError) as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise ValueError(f"{path} does not fit the run ({reason}): are model and data the same?") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+            where = self.folder / CHECKPOINTS
+            raise ValueError(f"{where} does not fit the run ({reason}): are model and data the same?") from error
+
+    def _restore_at_another_cut(self, saved: dict[str, Any]) -> list[Finished]:
+        """Finish what is in flight with the stages and replicas it belongs to, then take the weights over."""
+        layout = saved["layout"]
+        for name in ("method", "accumulate", "seed", "messages"):
+            if layout[name] != self.trainer.layout[name]:
+                raise ValueError(f"the checkpoint was written with {name} {layout[name]}: use the same to resume it")
+        order = layout["order"] if layout["order"] in ORDERS else layout["in_flight"]
+
+        def drain(transport: Transport) -> tuple[dict[str, Any], list[Finished]]:
+            pipelined = self.trainer.method.pipelined
+            trainer = self._trainer(transport, layout["stages"], order if pipelined else None)
+            indices = range(len(layout["stages"]))
+            stages = {index: self._checkpoints.stage(index, transport.place.replica) for index in indices}
+            trainer.load_state_dict({**saved, "stages": stages})
+            finished = trainer.drain()
+            return trainer.state_dict(), finished
+
+        drained = run_together(drain, replicas=layout["replicas"])
+        self.trainer.load_drained(drained[0][0])
+        return [one for _, finished in drained for one in finished]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from petra import methods
-from petra.execution import Finished, LocalExecutor, RankExecutor, Rehearsal, Stage, Transport, partition
+from petra.execution import Alone, Finished, LocalExecutor, RankExecutor, Rehearsal, Stage, Transport, partition
 from petra.methods import Chain, Method, Settings
 from petra.names import unknown
+from petra.reversible.randomness import derived_seed
 from petra.reversible.streams import Streams, as_streams, single
 from petra.schedule import Order, Pipelined, lock_step, low_staleness
+from petra.training import state as states
 
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -45,8 +47,11 @@ class Trainer:
     ``order`` is ``"low-staleness"`` or ``"lock-step"`` or the numbers of micro-batches in flight of
     the stages, for pipelined methods. ``autocast`` is the dtype of residual functions; streams stay in
     float32. ``seed`` decides dropout masks, which depend on layer and micro-batch, not on the cut.
-    ``transport`` spreads the stages over the ranks of a process group: every rank makes the same calls, and
-    holds the weights of its own stages only.
+    ``transport`` spreads the stages over ranks: every rank makes the same calls, and holds the weights of its
+    own stages only. ``ranks`` says how many stages each rank holds, about the same number if left out. Where
+    the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
+    mean gradient of all. ``message_dtype`` is what float32 travels as between stages, to send half as much
+    with ``torch.bfloat16``.
 
     >>> trainer = Trainer(network, loss=nn.functional.cross_entropy, stages=4,
     ...                   optimizer=lambda p: torch.optim.SGD(p, 0.1))       # doctest: +SKIP
@@ -71,6 +76,8 @@ class Trainer:
         seed: int = 0,
         device: torch.device | str | None = None,
         transport: Transport | None = None,
+        ranks: Sequence[int] | None = None,
+        message_dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(network, nn.Sequential):
             raise ValueError(
@@ -84,26 +91,36 @@ class Trainer:
         self.network = network
         self.device = torch.device(device) if device is not None else _device_of(network)
         self.loss = loss
-        self.transport = transport
-        self._layout = {
+        self.transport = transport = transport if transport is not None else Alone(self.device)
+        place = transport.place
+        self.layout = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
             "accumulate": accumulate,
             "order": self.order.name,
             "in_flight": [self.order.staleness(stage) for stage in range(len(cuts))],
             "seed": seed,
+            "replicas": place.replicas,
+            "messages": str(message_dtype or torch.float32),
         }
+        """What has to be the same for a state to be taken up as it is."""
         _refuse_sharing(network, cuts)
-        self._owners = [0] * len(cuts)  # stage -> rank
-        if transport is not None:
-            for rank, owned in enumerate(partition(len(cuts), transport.world)):
-                self._owners[owned.start : owned.stop] = [rank] * len(owned)
-            transport.agree(f"{self._layout} {self._owners} {weights_hash(network)}")
+        if message_dtype is not None:
+            _refuse_other_dtypes(network)
+        self.owners = _owners(len(cuts), place.ranks, ranks)
+        if place.ranks * place.replicas > 1:
+            names = {
+                "owners of stages": self.owners,
+                "weights": weights_hash(network.state_dict()),
+                "torch": torch.__version__,
+            }
+            transport.agree({**self.layout, **names})
+        seed = seed if place.replica == 0 else derived_seed(seed, place.replica)  # replicas drop out differently
         settings = Settings(self.device, seed, autocast)
         chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
         made: list[Stage] = []
         for index, chain in enumerate(chains):
-            owned_here = transport is None or self._owners[index] == transport.rank
+            owned_here = self.owners[index] == place.rank
             for layer in chain.layers:
                 layer.to(self.device if owned_here else "meta")  # another rank holds its weights
             if owned_here:
@@ -119,21 +136,31 @@ class Trainer:
                     loss=loss if index == len(cuts) - 1 else None,
                     clip_norm=clip_norm,
                     sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
+                    message_dtype=message_dtype,
+                    average=transport.average if place.replicas > 1 else None,
                 )
                 made.append(stage)
-        if transport is None:
+        if place.ranks == 1:
             self.executor = LocalExecutor(made, self.order)
+            self.executor.doing = transport.doing
         else:
-            rehearsal = Rehearsal(list(network), cuts, self.method)
-            self.executor = RankExecutor(made, self.order, self._owners, transport, rehearsal)
+            rehearsal = Rehearsal(list(network), cuts, self.method, message_dtype)
+            self.executor = RankExecutor(made, self.order, self.owners, transport, rehearsal)
+        self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
+        layers = list(network._modules)  # named_children would leave a layer out that comes twice
+        self._stage_of = {layers[i]: index for index, cut in enumerate(cuts) for i in cut}
 
     @property
     def stages(self) -> list[Stage]:
         """The stages, for looking at weights, gradients and what they hold."""
         return self.executor.stages
 
-    def step(self, inputs: Tensor | Streams, targets: Any) -> list[Finished]:
-        """One tick: read one micro-batch; every stage does what is its turn. What reached the loss."""
+    def step(self, inputs: Tensor | Streams, targets: Any, samples: int | None = None) -> list[Finished]:
+        """One tick: read one micro-batch; every stage does what is its turn. What reached the loss.
+
+        With replicas, the micro-batch is this replica's share of one of ``samples`` samples; if that is left
+        out, the shares of all replicas are taken to be of the same size.
+        """
         for x in as_streams(inputs):
             # On a GPU the look would make the host wait; the loss is looked at anyway.
             if x.device.type == "cpu" and x.is_floating_point() and not torch.isfinite(x).all():
@@ -146,7 +173,9 @@ class Trainer:
             if targets.ndim and streams[0].ndim and len(targets) != len(streams[0]):
                 raise ValueError(f"{len(streams[0])} inputs but {len(targets)} targets in one micro-batch")
             targets = targets.to(self.device, non_blocking=True)
-        return self.executor.tick(streams, targets)
+        replicas = self.transport.place.replicas
+        weight = 1.0 if samples is None else len(streams[0]) * replicas / samples
+        return self.executor.tick(streams, targets, weight)
 
     def drain(self) -> list[Finished]:
         """Finish everything in flight, so that every micro-batch has entered an update of every stage."""
@@ -155,14 +184,17 @@ class Trainer:
     def predict(self, inputs: Tensor | Streams) -> Any:
         """Outputs in evaluation mode with the weights of this moment; nothing in flight is disturbed.
 
-        With a transport, they come out on the last stage's rank; the others get None.
+        They come out on the last stage's rank; other ranks get None.
         """
         outputs = self.executor.predict(self._on_device(inputs))
         return None if outputs is None else single(outputs)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
-        """Loss and accuracy of ``batches``; nothing in flight is disturbed."""
+        """Loss and accuracy of ``batches``; nothing in flight is disturbed.
+
+        With replicas, each of them gives its own share of the batches, and all hear the result of the whole.
+        """
         loss, correct, samples, classifies = 0.0, 0, 0, True
         for x, y in batches:
             outputs, targets = self.predict(x), y.to(self.device)
@@ -173,35 +205,85 @@ class Trainer:
             right = count_correct(outputs, targets)
             classifies = classifies and right is not None
             correct += int(right) if right is not None else 0
+        self.transport.flush()
+        place = self.transport.place
+        last = place.rank == place.ranks - 1
+        loss, *counts = self.transport.total([loss, correct, not classifies, samples * last])
+        correct, others, samples = (int(count) for count in counts)
+        classifies = others == 0
         if samples == 0:
             raise ValueError("there is nothing to evaluate: the batches are empty")
-        if self.transport is not None:
-            self.transport.flush()
-            loss, right_answers, says = self.transport.share([loss, correct, classifies], self._owners[-1])
-            correct, classifies = int(right_answers), bool(says)
         return Evaluation(loss / samples, correct / samples if classifies else None, samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly."""
-        return {
-            "layout": self._layout,
-            "network": {name: v for name, v in self.network.state_dict().items() if not v.is_meta},
-            "executor": self.executor.state_dict(),
-        }
+        """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly.
+
+        Of the stages that are here; those of other ranks are the business of their own trainers.
+        """
+        executor = self.executor.state_dict()
+        stages = {}
+        for stage in self.stages:
+            weights = states.save_weights(stage, self._network_of(stage.index), self._names)
+            flight = {**stage.in_flight(), **self.executor.waiting(stage.index)}
+            stages[stage.index] = {"weights": weights, "flight": flight}
+        return {"layout": self.layout, "executor": executor, "stages": stages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken, with the same layout."""
-        for name, value in self._layout.items():
+        """Continue where ``state`` was taken, with the same layout; ranks may have changed."""
+        for name, value in self.layout.items():
             if state["layout"].get(name) != value:
                 raise ValueError(
                     f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
                     f"use the same {name} to resume it"
                 )
-        self.network.load_state_dict(state["network"], strict=self.transport is None)
-        self.executor.load_state_dict(_moved(state["executor"], self.device))
+        for stage in self.stages:
+            saved = _moved(state["stages"][stage.index], self.device)
+            self._load_network(stage.index, saved["weights"]["network"])
+            states.load_weights(stage, saved["weights"], self._names)
+            stage.load_in_flight(saved["flight"])
+        flights = {stage.index: state["stages"][stage.index]["flight"] for stage in self.stages}
+        self.executor.load_state_dict(_moved(state["executor"], self.device), _moved(flights, self.device))
+
+    def load_drained(self, state: dict[str, Any]) -> None:
+        """Continue from the whole state of a trainer with other stages or replicas in which nothing is in flight."""
+        if state["executor"]["fed"]:
+            raise ValueError("micro-batches are in flight in this state: drain the trainer before it is taken")
+        saved = [_moved(one["weights"], self.device) for one in state["stages"].values()]
+        network = {name: value for one in saved for name, value in one["network"].items()}
+        for stage in self.stages:
+            self._load_network(stage.index, network)
+            states.load_drained(stage, saved, self._names)
+        nothing: dict[int, dict[str, Any]] = {
+            stage.index: {"ups": {}, "downs": {}, "targets": {}} for stage in self.stages
+        }
+        self.executor.load_state_dict(state["executor"], nothing)
+
+    def _network_of(self, stage: int) -> dict[str, Tensor]:
+        found = self.network.state_dict()
+        return {name: value for name, value in found.items() if self._stage_of[name.split(".")[0]] == stage}
+
+    def _load_network(self, stage: int, values: Mapping[str, Tensor]) -> None:
+        own = self._network_of(stage)
+        if missing := set(own) - set(values):
+            raise RuntimeError(f"{min(missing)} is not in the checkpoint")
+        for name, value in own.items():
+            if value.shape != values[name].shape:
+                found, wanted = list(values[name].shape), list(value.shape)
+                raise RuntimeError(f"{name} has shape {found} in the checkpoint, not {wanted}")
+            value.copy_(values[name])
 
     def _on_device(self, inputs: Tensor | Streams) -> Streams:
         return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
+
+
+def _owners(stages: int, ranks: int, per_rank: Sequence[int] | None) -> list[int]:
+    """The rank of each stage."""
+    if ranks > stages:
+        raise ValueError(f"there are {ranks} ranks for {stages} stages: cut the network into {ranks} stages or more")
+    if per_rank is not None and len(per_rank) != ranks:
+        raise ValueError(f"{list(per_rank)} gives stages to {len(per_rank)} ranks, but there are {ranks}")
+    cuts = partition(stages, ranks if per_rank is None else per_rank)
+    return [rank for rank, owned in enumerate(cuts) for _ in owned]
 
 
 def choose_order(method: Method, stages: int, accumulate: int, order: str | Sequence[int] | None) -> Order:
@@ -231,10 +313,10 @@ def count_correct(outputs: Any, targets: Any) -> Tensor | None:
     return correct
 
 
-def weights_hash(network: nn.Module) -> str:
+def weights_hash(network: Mapping[str, Tensor]) -> str:
     """A fingerprint of all weights and running statistics."""
     digest = hashlib.sha256()
-    for name, value in network.state_dict().items():
+    for name, value in network.items():
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -265,6 +347,12 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> t
             "ReduceLROnPlateau waits for a metric, but schedulers are stepped after every update: use one that counts"
         )
     return scheduler
+
+
+def _refuse_other_dtypes(network: nn.Module) -> None:
+    for name, tensor in network.named_parameters():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"{name} is {tensor.dtype}: messages of another precision are for float32 networks only")
 
 
 def _device_of(network: nn.Module) -> torch.device:

@@ -17,6 +17,7 @@ class Batches:
     Any position can be resumed exactly, for there is no state. The split is moved to `device` once; random
     numbers are drawn on the CPU, so every device sees the same batches. The training split is shuffled each
     epoch and, unless `augment` is False, cropped and flipped; the test split comes in order and untouched.
+    With `share` (r, R), every batch is the r-th of R parts of the one that there would be without.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Batches:
         drop_last: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}: give 'train' or 'test'")
@@ -46,7 +48,10 @@ class Batches:
                 f"batch_size is {batch_size} but the {split} split has {len(images)} images, so drop_last "
                 "leaves no batch: give a smaller batch_size"
             )
+        if split == "train" and batch_size < share[1]:
+            raise ValueError(f"batch_size is {batch_size} for {share[1]} replicas: give each a sample at least")
         self.batch_size = batch_size
+        self._share = share
         self.seed = seed
         self.device = torch.device(device)
         self.dtype = dtype
@@ -70,7 +75,12 @@ class Batches:
 
     def __len__(self) -> int:
         whole, rest = divmod(self.samples, self.batch_size)
-        return whole + (rest > 0 and not self._drop_last)
+        # A replica without a sample could not take part in the training step.
+        return whole + (rest >= (self._share[1] if self._shuffle else 1) and not self._drop_last)
+
+    def size(self, index: int) -> int:
+        """Samples in the whole batch of that index, all shares together."""
+        return min(self.batch_size, self.samples - index * self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches start, start + 1, … of that epoch, as (images, labels)."""
@@ -83,14 +93,19 @@ class Batches:
     def _iterate(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         order = self._order(epoch)
         for i in range(start, len(self)):
-            index = order[i * self.batch_size : (i + 1) * self.batch_size]
+            index = self._part(order[i * self.batch_size : (i + 1) * self.batch_size])
+            if len(index) == 0:
+                continue
             images = self._images.index_select(0, index)
             if self._padding or self._flip:
                 random = generator(self.seed, "augment", epoch, i)
-                moves = self._send(draw_moves(len(index), self._padding, self._flip, random))
+                moves = self._send(self._part(draw_moves(self.size(i), self._padding, self._flip, random), dim=1))
                 images = crop_and_flip(images, moves, self._padding)
             images = images.to(self._compute).mul_(self._scale).add_(self._shift).to(self.dtype)
             yield images, self._labels.index_select(0, index)
+
+    def _part(self, whole: Tensor, dim: int = 0) -> Tensor:
+        return whole.tensor_split(self._share[1], dim)[self._share[0]]
 
     def _order(self, epoch: int) -> Tensor:
         if not self._shuffle:

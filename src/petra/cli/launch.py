@@ -1,0 +1,73 @@
+"""Starts the ranks of a job on this machine, where torchrun is more than is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+PATIENCE = 6.0
+"""Seconds that the others have to leave by themselves once one of them has failed."""
+
+
+def launch(arguments: Sequence[str], processes: int) -> int:
+    """Run ``petra ARGUMENTS`` in so many processes that can meet; the exit code of the first that failed.
+
+    The processes find each other as under torchrun, through the same variables and a store that this process holds.
+    None is left when this returns.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: object) -> None:
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    usual: dict[int, Any] = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(processes):
+            variables = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            # A group of their own: Ctrl-C reaches them once, through this process.
+            command = [sys.executable, "-m", "petra", *arguments]
+            started.append(subprocess.Popen(command, env=variables, start_new_session=True))  # noqa: S603
+        return _wait(started)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def _wait(started: list[subprocess.Popen[bytes]]) -> int:
+    failed: int | None = None
+    deadline = float("inf")
+    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+        codes = [process.poll() for process in started]
+        if failed is None and any(code not in (None, 0) for code in codes):
+            failed = next(code for code in codes if code not in (None, 0))
+            deadline = time.monotonic() + PATIENCE
+        time.sleep(0.05)
+    codes = [process.poll() for process in started]
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            print(f"petra: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    bad = [code for code in (failed, *codes) if code not in (None, 0)]
+    return next((code for code in bad if code is not None and code > 0), 1) if bad else 0

@@ -1,0 +1,89 @@
+"""One process's part in a job of many, from meeting the others to leaving them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from petra.execution.processes import LostRank, ProcessTransport
+from petra.execution.transport import Alone, Transport
+from petra.execution.watchdog import Watchdog
+
+
+class Spoken(Exception):
+    """Something went wrong, and another process says what."""
+
+
+class JobFailed(RuntimeError):
+    """Another process of the job is gone or stuck."""
+
+
+def processes() -> int:
+    """How many processes torchrun, or whoever sets its variables, has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def restarts() -> int:
+    """How often torchrun has started this job anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+@contextmanager
+def join(
+    device: torch.device,
+    *,
+    replicas: int = 1,
+    timeout: float = 300.0,
+    orderly: tuple[type[BaseException], ...] = (),
+) -> Iterator[Transport]:
+    """Meet the other processes; inside, an error on any of them ends them all, with one message.
+
+    ``timeout`` is how many seconds a process may be stuck. Exceptions of the types ``orderly`` are raised by all
+    processes alike, as the way to leave early.
+    """
+    if processes() == 1:
+        if replicas > 1:
+            raise ValueError(f"{replicas} replicas need {replicas} processes: start them with --ranks or torchrun")
+        yield Alone(device)
+        return
+    # The watchdog notices who is stuck. This is for what it cannot see, and much longer, because waiting for a
+    # message that passes many stages may take many times what each of them takes.
+    limit = timedelta(seconds=60 + 4 * timeout)
+    store, process, world = next(iter(rendezvous("env://", timeout=limit)))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _own_gpu() else "gloo"
+    dist.init_process_group(backend, store=store, rank=process, world_size=world, timeout=limit)
+    transport = ProcessTransport(device, replicas, limit)
+    names = [str(place) for place in transport.places()]
+    watchdog = Watchdog(store, process, names, transport.doing, timeout)
+    try:
+        yield transport
+    except orderly:
+        _leave(transport, watchdog)
+        raise
+    except BaseException as error:
+        message = watchdog.explain(error) if isinstance(error, LostRank) else f"{transport.place}: {error}"
+        if message is None or not watchdog.claim(message):
+            raise Spoken from error
+        if isinstance(error, LostRank):
+            raise JobFailed(message) from error
+        raise
+    else:
+        _leave(transport, watchdog)
+
+
+def _leave(transport: Transport, watchdog: Watchdog) -> None:
+    transport.flush()
+    transport.gather(None)  # nobody leaves while another still needs it
+    watchdog.close()
+    dist.destroy_process_group()
+
+
+def _own_gpu() -> bool:
+    """Whether every process of this machine has a GPU to itself, without which NCCL cannot work."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()

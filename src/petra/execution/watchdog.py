@@ -1,0 +1,138 @@
+"""Watches over a job of many processes: whoever is dead or stuck is named, and the whole job ends.
+
+Every process tells a store that all of them can read what it is at, a few times a second. A process that runs into
+an error says so there; the first to speak is the one whose message is shown, and all others leave in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from petra.execution.transport import Doing
+
+INTERVAL = 0.5
+"""Seconds between two looks."""
+GONE = 3.0
+"""Seconds of silence after which a process is taken for dead, once something has already gone wrong."""
+
+
+class Board(Protocol):
+    """The part of a `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class Watchdog:
+    """A thread that reports what this process is at and looks at the others."""
+
+    def __init__(
+        self,
+        store: Board,
+        process: int,
+        names: list[str],
+        doing: Doing,
+        timeout: float,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._store, self._process, self._names, self._doing = store, process, names, doing
+        self._timeout, self._leave = timeout, leave
+        self._heard: dict[int, tuple[str, float]] = {}  # what each process said last, and when that was new
+        self._own = (-1, time.monotonic())  # how often something new began, and when it last did
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._beats = 0
+        self._thread = threading.Thread(target=self._watch, name="petra-watchdog", daemon=True)
+        self._look()
+        self._thread.start()
+
+    def claim(self, message: str) -> bool:
+        """Say what went wrong; False if another process has said something before."""
+        try:
+            with self._lock:
+                said = self._store.compare_set("petra/failure", "", json.dumps([self._process, message]))
+            return bool(json.loads(said)[0] == self._process)
+        except RuntimeError:  # the store is gone, so nobody else can have spoken through it
+            return True
+
+    def explain(self, error: Exception) -> str | None:
+        """What is behind an error of the transport: who is gone, or None if another process has said it."""
+        since = time.monotonic()
+        while time.monotonic() - since < GONE + 2 * INTERVAL:
+            time.sleep(INTERVAL / 2)
+            try:
+                if self._failure() is not None:
+                    return None
+            except RuntimeError:
+                break
+            silent = [process for process, (_, when) in self._heard.items() if time.monotonic() - when > GONE]
+            if silent:
+                return self._gone(silent[0])
+        return str(error)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing.set()
+        self._thread.join(timeout=2 * INTERVAL)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(INTERVAL):
+            try:
+                self._look()
+                failure = self._failure()
+            except RuntimeError:
+                if not self._closing.wait(2 * GONE):  # the process that holds the store has gone
+                    self._end("the process that all others report to is gone", self._names[0])
+                return
+            if failure is not None and not self._closing.wait(2 * INTERVAL):
+                # Said by another process. Whatever this one is blocked in will never come.
+                self._leave(1)
+
+    def _look(self) -> None:
+        doing, now = self._doing, time.monotonic()
+        if doing.times != self._own[0]:
+            self._own = (doing.times, now)
+        if not doing.waits and now - self._own[1] > self._timeout:
+            self._end(f"is stuck in tick {doing.tick}, {doing.what}, for {now - self._own[1]:.0f} s", None)
+        self._beats += 1
+        keys = [f"petra/doing/{process}" for process in range(len(self._names)) if process != self._process]
+        said = json.dumps([self._beats, doing.tick, doing.what, doing.waiting_for])
+        with self._lock:
+            self._store.set(f"petra/doing/{self._process}", said)
+            there = [key for key in keys if self._store.check([key])]
+            texts = [self._store.get(key).decode() for key in there]
+        for key, text in zip(there, texts, strict=True):
+            process = int(key.rsplit("/")[-1])
+            if self._heard.get(process, ("", 0.0))[0] != text:
+                self._heard[process] = text, now
+            elif now - self._heard[process][1] > self._timeout:
+                self._end(self._gone(process), None, whole=True)
+
+    def _failure(self) -> list[Any] | None:
+        with self._lock:
+            if not self._store.check(["petra/failure"]):
+                return None
+            said = json.loads(self._store.get("petra/failure").decode() or "null")
+        return None if said is None or said[0] == self._process else list(said)
+
+    def _gone(self, process: int) -> str:
+        _, tick, what, waiting_for = json.loads(self._heard[process][0])
+        waits = f", waiting for rank {waiting_for}" if waiting_for is not None else ""
+        return f"{self._names[process]} is gone or stuck: last heard of in tick {tick}, {what}{waits}"
+
+    def _end(self, message: str, name: str | None, whole: bool = False) -> None:
+        text = message if whole else f"{name or self._names[self._process]} {message}"
+        if self.claim(text):
+            print(f"petra: error: {text}", file=sys.stderr, flush=True)
+        self._leave(1)

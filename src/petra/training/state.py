@@ -1,0 +1,84 @@
+"""The state of a stage under the names of the network, so that it can be read at another cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petra.execution import Stage
+
+Names = Mapping[Tensor, str]
+
+
+def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> dict[str, Any]:
+    """What replicas of a stage have in common: its part of ``network``, its optimizer, scheduler and stash."""
+    return {
+        "network": dict(network),
+        "optimizer": None if stage.optimizer is None else _named(stage.optimizer, names),
+        "scheduler": None if stage.scheduler is None else stage.scheduler.state_dict(),
+        "stash": None if stage.stash is None else stage.stash.state_dict(),
+        "updates": stage.updates,
+    }
+
+
+def load_weights(stage: Stage, saved: Mapping[str, Any], names: Names) -> None:
+    """Take up what `save_weights` gave for the very same stage; the network is loaded elsewhere."""
+    if stage.optimizer is not None:
+        _load_optimizer(stage.optimizer, [saved["optimizer"]], names)
+    if stage.scheduler is not None:
+        stage.scheduler.load_state_dict(saved["scheduler"])
+    if stage.stash is not None:
+        stage.stash.load_state_dict(saved["stash"])
+    stage.updates = saved["updates"]
+
+
+def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names) -> None:
+    """Take up the states of stages that were cut differently, and drained, so that nothing is in flight."""
+    saved = list(saved)
+    stage.updates = max(state["updates"] for state in saved)
+    if stage.optimizer is None:
+        return
+    with_optimizer = [state for state in saved if state["optimizer"] is not None]
+    _load_optimizer(stage.optimizer, [state["optimizer"] for state in with_optimizer], names)
+    if stage.scheduler is not None:
+        stage.scheduler.load_state_dict(_scheduler_state(stage.optimizer, with_optimizer, names))
+
+
+def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"names": [names[p] for p in group["params"]], "settings": settings})
+    return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "groups": groups}
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], names: Names) -> None:
+    states = {name: state for one in saved for name, state in one["state"].items()}
+    settings = {name: group["settings"] for one in saved for group in one["groups"] for name in group["names"]}
+    ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    index = {name: i for i, name in enumerate(ordered)}
+    groups = [
+        {**settings[names[group["params"][0]]], "params": [index[names[p]] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    found = {index[name]: states[name] for name in ordered if name in states}
+    optimizer.load_state_dict({"state": found, "param_groups": groups})
+
+
+def _scheduler_state(optimizer: torch.optim.Optimizer, saved: list[Mapping[str, Any]], names: Names) -> dict[str, Any]:
+    """A scheduler's state put together for other groups: lists that have an entry a group are regrouped."""
+    where: dict[str, tuple[Mapping[str, Any], int]] = {}
+    for state in saved:
+        for number, group in enumerate(state["optimizer"]["groups"]):
+            where.update(dict.fromkeys(group["names"], (state["scheduler"], number)))
+    sources = [where[names[group["params"][0]]] for group in optimizer.param_groups]
+    groups_of = {id(state["scheduler"]): len(state["optimizer"]["groups"]) for state in saved}
+    example = sources[0][0]
+    result = dict(example)
+    for key, value in example.items():
+        if isinstance(value, list) and len(value) == groups_of[id(example)]:
+            result[key] = [scheduler[key][number] for scheduler, number in sources]
+    return result
