@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from networks import batches, mixed_network
+from replicas import train_replicas
 from torch.nn.functional import cross_entropy
 
 from petra import Trainer
@@ -20,13 +21,16 @@ TICKS = 40
 
 def make_trainer(case, transport=None):
     torch.manual_seed(case.get("weights", 0))
+    options = {**case["options"]}
+    if "message_dtype" in options:
+        options["message_dtype"] = torch.bfloat16
     return Trainer(
         mixed_network(),
         loss=cross_entropy,
         optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
         seed=3,
         transport=transport,
-        **case["options"],
+        **options,
     )
 
 
@@ -76,10 +80,18 @@ def main(rank, world, folder):
     dist.init_process_group(
         "gloo", f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    transport = ProcessTransport(timeout=timedelta(seconds=60))
     results = []
+    transports = {}
     for case in json.loads((folder / "cases.json").read_text()):
+        replicas = case.get("replicas", 1)
+        if replicas not in transports:
+            transports[replicas] = ProcessTransport(replicas=replicas, timeout=timedelta(seconds=60))
+        transport = transports[replicas]
         try:
+            if replicas > 1:
+                weights = train_replicas(transport, **case["options"])
+                results.append({name: value.tolist() for name, value in weights.items()})
+                continue
             if case.get("other_weights_on") == rank:
                 case["weights"] = 1
             results.append(run(case, transport, broken=case.get("broken", False) and rank == 0))

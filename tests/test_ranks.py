@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from rank_worker import TICKS, run
+from replicas import train_replicas
 
 CASES = [
     {"options": {"method": method, "stages": 4, "accumulate": k, **order}}
@@ -24,6 +26,8 @@ CASES = [
         ("1f1b", {}),
     ]
 ]
+CASES.append({"options": {"method": "petra", "stages": 4, "message_dtype": "bf16"}})
+SCATTERED = {2: [0, 1, 0, 1], 4: [2, 0, 1, 3]}
 
 
 def run_ranks(world, cases, folder, limit=150):
@@ -53,8 +57,9 @@ def one_process():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_equal_one_process_bit_for_bit(world, one_process, tmp_path):
-    ranks = run_ranks(world, CASES, tmp_path)
-    for number, (case, expected) in enumerate(zip(CASES, one_process, strict=True)):
+    scattered = {"options": {**CASES[0]["options"], "placement": SCATTERED[world]}}
+    ranks = run_ranks(world, [*CASES, scattered], tmp_path)
+    for number, (case, expected) in enumerate(zip([*CASES, scattered], [*one_process, one_process[0]], strict=True)):
         results = [rank[number] for rank in ranks]
         for tick in range(TICKS + 1):
             merged = {stage: value for result in results for stage, value in result["ticks"][tick].items()}
@@ -78,3 +83,12 @@ def test_ranks_resume_in_flight_and_what_is_wrong_is_noticed(one_process, tmp_pa
     for rank in ranks:
         assert "rank 1 has weights" in rank[2]["error"]
     assert ends[2] != one_process[1]["ticks"][-1]
+
+
+def test_two_ranks_in_two_replicas_equal_one_with_all_samples(tmp_path):
+    """Pipeline × data parallel on four processes, in float64 to 1e-10."""
+    options = {"stages": 3, "accumulate": 2, "uneven": True}
+    expected = train_replicas(**options)
+    for rank in run_ranks(4, [{"options": options, "replicas": 2}], tmp_path):
+        for name, value in rank[0].items():
+            assert torch.allclose(torch.tensor(value, dtype=torch.float64), expected[name], rtol=0, atol=1e-10)

@@ -2,49 +2,40 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-from itertools import combinations, pairwise
-
-import torch.distributed as dist
-from pipelines import Busy, sgd
+from pipelines import sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import petra
+from petra import METHODS
+from petra.execution import Transport
+from petra.measure import Profile, make_plan, profile
+
+Cut = tuple[list[int], list[int]]
+"""Layers of each stage, and the rank of each stage."""
 
 
-def layer_costs(network: nn.Sequential, x: Tensor, y: Tensor, ticks: int) -> list[float]:
-    """Seconds of forward, backward and update of each layer as a stage of its own.
+def cut_by_cost(
+    network: nn.Sequential, x: Tensor, y: Tensor, repeats: int, transport: Transport, in_a_row: bool
+) -> tuple[Cut, list[float]]:
+    """The cut that `petra plan` would choose for the paper's order, and the seconds of each layer.
 
-    All ranks measure at the same time, as they will work at the same time; the mean of their medians.
+    All ranks time the layers at once, as they will work at once. With ``in_a_row`` there is one stage a rank.
     """
-    trainer = petra.Trainer(network, loss=cross_entropy, optimizer=sgd, method="reversible", stages=len(network))
-    busy = [Busy() for _ in trainer.stages]
-    for watch, stage in zip(busy, trainer.stages, strict=True):
-        watch.watch(stage, "forward", "finish", "backward", "update")
-    trainer.step(x, y)  # warm-up
-    readings = [[watch.seconds for watch in busy]]
-    for _ in range(ticks):
-        dist.barrier()
-        trainer.step(x, y)
-        readings.append([watch.seconds for watch in busy])
-    medians = [statistics.median(b - a for a, b in pairwise(layer)) for layer in zip(*readings, strict=True)]
-    everyone: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, medians)
-    return [statistics.fmean(layer) for layer in zip(*everyone, strict=True)]
-
-
-def cut_by_cost(costs: Sequence[float], ranks: int) -> list[int]:
-    """How many layers each rank gets, so that the busiest has as little to do as can be.
-
-    >>> cut_by_cost([1, 4, 4, 2, 2, 1], 3)
-    [2, 1, 3]
-    """
-
-    def loads(bounds: tuple[int, ...]) -> list[float]:
-        return sorted((sum(costs[a:b]) for a, b in pairwise(bounds)), reverse=True)
-
-    inner = combinations(range(1, len(costs)), ranks - 1)
-    best = min(((0, *bounds, len(costs)) for bounds in inner), key=loads)
-    return [b - a for a, b in pairwise(best)]
+    method, ranks = METHODS["petra"], transport.place.ranks
+    parts = {"loss": cross_entropy, "optimizer": sgd}
+    transport.gather(None)
+    own = profile(list(network), method, (x,), y, repeats=repeats, **parts)
+    found = Profile.median([Profile.from_json(said) for said in transport.gather(own.to_json())])
+    plan = make_plan(
+        list(network),
+        method,
+        lambda stages: method.order(stages, 1),
+        found,
+        ranks=ranks,
+        stages=ranks if in_a_row else None,
+        inputs=(x,),
+        targets=y,
+        **parts,
+    )
+    stages, placement = transport.gather([plan.stages, plan.placement])[0]
+    return (stages, placement), [layer.per_tick(1) for layer in found.layers]

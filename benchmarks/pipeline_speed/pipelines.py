@@ -67,12 +67,12 @@ class Pipeline(Protocol):
 
 
 class PetraPipeline:
-    """A method of Petra, a stage a rank."""
+    """A method of Petra; the cut gives the layers and the rank of each stage."""
 
     def __init__(
         self,
         network: nn.Sequential,
-        cut: Sequence[int],
+        cut: tuple[Sequence[int], Sequence[int]],
         data: Data,
         transport: Transport,
         method: str,
@@ -85,7 +85,8 @@ class PetraPipeline:
             loss=cross_entropy,
             optimizer=sgd,
             method=method,
-            stages=cut,
+            stages=cut[0],
+            placement=cut[1],
             accumulate=len(data),
             order=order,
             transport=transport,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cut import cut_by_cost, layer_costs
+from cut import Cut, cut_by_cost
 from pipelines import PetraPipeline, Pipeline, Torch1F1B, check_gradients, check_losses
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -42,25 +42,25 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
     torch.manual_seed(1)
     shape = (options.batch_size, 3, 32, 32)
     data = [(torch.randn(shape), torch.randint(10, shape[:1])) for _ in range(options.accumulate)]
+    transport = ProcessTransport(timeout=timeout)
     costs = None
+    cut: Cut = ([1] * options.ranks, list(range(options.ranks)))
     if options.cut == "cost":
         say("costs of layers")
-        costs = layer_costs(create(options), *data[0], options.profile_ticks)
-        cut = cut_by_cost(costs, options.ranks)
+        in_a_row = any(method == "torch 1f1b" for method, _ in options.methods)
+        cut, costs = cut_by_cost(create(options), *data[0], options.profile_ticks, transport, in_a_row)
     elif options.cut == "blocks":
-        cut = [options.blocks] * options.ranks
-        cut[0] += 1  # the stem
-        cut[-1] += 1  # the head
-    else:
-        cut = [1] * options.ranks
-    transport = ProcessTransport(timeout=timeout)
+        layers = [options.blocks] * options.ranks
+        layers[0] += 1  # the stem
+        layers[-1] += 1  # the head
+        cut = layers, cut[1]
     names = [f"{method} {order or ''}".strip() for method, order in options.methods]
     pipelines: list[Pipeline] = []
     losses = []
     for name, (method, order) in zip(names, options.methods, strict=True):
         say(f"filling {name}")
         pipeline: Pipeline = (
-            Torch1F1B(create(options), cut, data, timeout)
+            Torch1F1B(create(options), cut[0], data, timeout)
             if method == "torch 1f1b"
             else PetraPipeline(create(options), cut, data, transport, method, order)
         )
@@ -87,7 +87,13 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
             pipeline.settle()
             dist.barrier()
     say("done")
-    return {"cut": cut, "layer_seconds": costs, "environment": environment(), "windows": windows}
+    return {
+        "cut": cut[0],
+        "placement": cut[1],
+        "layer_seconds": costs,
+        "environment": environment(),
+        "windows": windows,
+    }
 
 
 def work(rank: int, options: Namespace, folder: str) -> None:

@@ -118,7 +118,7 @@ def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
     header = ["method", "order", "per micro-batch", "min..max", "per second", times, "min..max", "of the limit"]
     print(f"{options.case}: {options.ranks} ranks, stages of {ranks[0]['cut']} layers")
     print(render(header, rows, left=2), flush=True)
-    shared = {name: ranks[0][name] for name in ("environment", "cut", "layer_seconds")}
+    shared = {name: ranks[0][name] for name in ("environment", "cut", "placement", "layer_seconds")}
     asked = {name: value for name, value in vars(options).items() if name != "out"}
     return {**asked, **shared, "runs": runs}
 

@@ -17,7 +17,7 @@ PATIENCE = 6.0
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run ``petra ARGUMENTS`` in so many processes that can meet; the exit code of the first that failed.
+    """Run ``petra ARGUMENTS`` in so many processes that can meet; 0, or the largest of their exit codes.
 
     The processes find each other as under torchrun, through the same variables and a store that this process holds.
     None is left when this returns.
@@ -57,17 +57,13 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:
-    failed: int | None = None
     deadline = float("inf")
     while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-        codes = [process.poll() for process in started]
-        if failed is None and any(code not in (None, 0) for code in codes):
-            failed = next(code for code in codes if code not in (None, 0))
+        if deadline == float("inf") and any(process.poll() for process in started):
             deadline = time.monotonic() + PATIENCE
         time.sleep(0.05)
     codes = [process.poll() for process in started]
-    for rank, code in enumerate(codes):
+    for process, code in enumerate(codes):
         if code is not None and code < 0:
-            print(f"petra: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    bad = [code for code in (failed, *codes) if code not in (None, 0)]
-    return next((code for code in bad if code is not None and code > 0), 1) if bad else 0
+            print(f"petra: process {process} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return max(1 if code is None or code < 0 else code for code in codes)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import petra
-from petra.cli import compare, lists, schedule, train
+from petra.cli import compare, lists, plan, schedule, train
 from petra.execution import Diverged
 from petra.execution.job import JobFailed, Spoken, processes
 from petra.training.run import Interrupted
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"petra {petra.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
-    for command in (train, compare, schedule, lists):
+    for command in (train, compare, plan, schedule, lists):
         command.add_to(commands)
     return parser
 
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except (Diverged, JobFailed) as error:
         return _fail(error, 1)
-    except Spoken:
-        return _leave(1)
+    except Spoken as elsewhere:
+        return _leave(elsewhere.code)
     except (Interrupted, KeyboardInterrupt) as stopped:
         return _fail(stopped, 130, "")
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from petra.cli.launch import launch
 from petra.cli.options import add_run_options, given, set_up_device, whole_numbers
-from petra.execution.job import join, processes, restarts
+from petra.execution.job import Spoken, join, processes, restarts
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
 from petra.training.data import load
@@ -39,8 +39,12 @@ def add_to(commands: Any) -> None:
         "--checkpoint-every", type=int, metavar="TICKS", help="also write a checkpoint every so many micro-batches"
     )
     many = parser.add_argument_group("on several processes")
+    many.add_argument("--ranks", type=int, metavar="N", help="processes that share the stages (default 1)")
     many.add_argument(
-        "--ranks", type=whole_numbers, metavar="N", help="processes that share the stages, or stages of each like 3,2,2"
+        "--placement",
+        type=whole_numbers,
+        metavar="N,N,…",
+        help="rank of each stage (default: as many on each, in a row)",
     )
     many.add_argument(
         "--replicas", type=int, metavar="R", help="copies of the pipeline that share each batch (default 1)"
@@ -68,9 +72,9 @@ def run(options: argparse.Namespace) -> int:
     if processes() == 1 and ranks * config.replicas > 1:
         return launch(options.arguments, ranks * config.replicas)
     device = set_up_device(options)
-    data = load(config.data, seed=config.seed)
-    with join(device, replicas=config.replicas, timeout=options.timeout, orderly=(Interrupted,)) as transport:
-        transport.gather(None)  # all have found the folder free
+    with join(device, replicas=config.replicas, timeout=options.timeout, orderly=(Interrupted, Spoken)) as transport:
+        data = load(config.data, seed=config.seed)
+        transport.gather(None)  # all have found the folder free, and the data
         if options.overwrite and transport.place.speaks:
             remove_run(folder)
         transport.gather(None)
@@ -83,15 +87,17 @@ def run(options: argparse.Namespace) -> int:
             quiet=options.quiet,
             data=data,
             transport=transport,
-            ranks=options.ranks if isinstance(options.ranks, list) else None,
+            placement=options.placement,
             trace=options.trace,
         )
         if fault := Fault.from_environment():
             fail_at(job.trainer, fault)
         try:
             summary = job()
-        except Interrupted as stopped:
-            raise stopped if transport.place.speaks else Interrupted("") from None
+        except Interrupted:
+            if not transport.place.speaks:
+                raise Spoken(130) from None
+            raise
     if transport.place.speaks:
         on = f" and {summary['ranks']} ranks" if summary["ranks"] > 1 else ""
         on += f" in {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
@@ -106,7 +112,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _ranks(options: argparse.Namespace, config: RunConfig) -> int:
     """How many ranks there are to be, which has to fit how many processes there are already."""
-    asked = len(options.ranks) if isinstance(options.ranks, list) else options.ranks
+    if isinstance(options.placement, int):
+        options.placement = [options.placement]
+    asked = options.ranks
+    if asked is None and options.placement:
+        asked = max(options.placement) + 1
     if asked is not None and asked < 1:
         raise ValueError(f"--ranks is {asked}: give 1 or more")
     started = processes()

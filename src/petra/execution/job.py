@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from petra.execution.processes import LostRank, ProcessTransport
@@ -17,7 +19,11 @@ from petra.execution.watchdog import Watchdog
 
 
 class Spoken(Exception):
-    """Something went wrong, and another process says what."""
+    """Why this process ends is said by another; ``code`` is the exit code to leave with."""
+
+    def __init__(self, code: int = 1) -> None:
+        super().__init__("another process says why")
+        self.code = code
 
 
 class JobFailed(RuntimeError):
@@ -55,7 +61,9 @@ def join(
     # The watchdog notices who is stuck. This is for what it cannot see, and much longer, because waiting for a
     # message that passes many stages may take many times what each of them takes.
     limit = timedelta(seconds=60 + 4 * timeout)
-    store, process, world = next(iter(rendezvous("env://", timeout=limit)))
+    meeting_point, process, world = next(iter(rendezvous("env://", timeout=limit)))
+    # A job that torchrun starts anew finds the same store, with what the ranks before it have left there.
+    store = PrefixStore(f"petra/{restarts()}", meeting_point)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _own_gpu() else "gloo"
     dist.init_process_group(backend, store=store, rank=process, world_size=world, timeout=limit)
     transport = ProcessTransport(device, replicas, limit)
@@ -67,9 +75,11 @@ def join(
         _leave(transport, watchdog)
         raise
     except BaseException as error:
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would cut the word off
         message = watchdog.explain(error) if isinstance(error, LostRank) else f"{transport.place}: {error}"
         if message is None or not watchdog.claim(message):
-            raise Spoken from error
+            raise Spoken(2 if isinstance(error, ValueError | OSError) else 1) from error
         if isinstance(error, LostRank):
             raise JobFailed(message) from error
         raise

@@ -28,7 +28,7 @@ class LostRank(RuntimeError):
 class ProcessTransport(Transport):
     """The ranks of the process group that is there, as ``replicas`` pipelines side by side.
 
-    Neighbours in a pipeline have a group of their own for each direction. Order is all that matches a message
+    Two ranks that exchange messages have a group of their own for each direction. Order is all that matches a message
     with its receiver, because NCCL knows no tags; and a group for each direction keeps the two from blocking
     each other. Messages travel as single blocks of bytes from buffer to buffer; buffers are used again and
     again. With gloo they lie in the memory of the host, whatever the device of the network.
@@ -51,19 +51,22 @@ class ProcessTransport(Transport):
         super().__init__(Place(coordinate[0], shape[0], coordinate[1], shape[1]), device)
         self._buffers_on = torch.device(device if nccl else "cpu")
         self._data = mesh.get_group("data")
+        self._timeout = timeout
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for replica in range(replicas):  # every process has to make every group, in the same order
-            for lower in range(shape[0] - 1):
-                pair = [lower * replicas + replica, (lower + 1) * replicas + replica]
-                for source, to in ((lower, lower + 1), (lower + 1, lower)):
-                    group = dist.new_group(pair, timeout=timeout)
-                    if replica == self.place.replica:
-                        self._groups[source, to] = group
         self._all = dist.new_group(timeout=timeout, backend="gloo")
         self._questions = dist.new_group(timeout=timeout, backend="gloo")
         self._free: dict[int, list[Bytes]] = defaultdict(list)  # by size
         self._leaving: deque[list[tuple[int, dist.Work, Bytes]]] = deque([[]])  # of a turn: receiver and buffer
         self._asked: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        replicas = self.place.replicas
+        for source, to in sorted(set(pairs) - set(self._groups)):
+            for replica in range(replicas):  # every process has to make every group, in the same order
+                members = sorted((source * replicas + replica, to * replicas + replica))
+                group = dist.new_group(members, timeout=self._timeout)
+                if replica == self.place.replica:
+                    self._groups[source, to] = group
 
     def send(self, to: int, label: Action, tensors: Template) -> None:
         envelope = Envelope.like(tensors)

@@ -7,7 +7,7 @@ from typing import Any
 
 from petra.execution.local import LocalExecutor
 from petra.execution.stage import Finished, Stage
-from petra.execution.templates import Rehearsal, as_message, as_tensors
+from petra.execution.templates import Rehearsal, as_message, as_tensors, shapes_of
 from petra.execution.transport import Arrival, Transport
 from petra.methods import BackwardMessage
 from petra.reversible.streams import Streams
@@ -27,12 +27,12 @@ class RankExecutor(LocalExecutor):
         self,
         stages: Sequence[Stage],
         order: Order,
-        owners: Sequence[int],
+        placement: Sequence[int],
         transport: Transport,
         rehearsal: Rehearsal,
     ) -> None:
         super().__init__(stages, order)
-        self._owners = list(owners)  # stage -> rank
+        self._placement = list(placement)  # stage -> rank
         self._transport = transport
         self._rehearsal = rehearsal
         self.doing = transport.doing
@@ -55,7 +55,7 @@ class RankExecutor(LocalExecutor):
             for action in phase:
                 if action.stage in self._owned:
                     continue
-                source = self._owners[action.stage]
+                source = self._placement[action.stage]
                 sent = Action(action.stage, action.kind, self._start + action.microbatch)
                 if action.kind is Kind.FORWARD and (to := action.stage + 1) in self._owned:
                     template = self._rehearsal.shapes(self._shapes[sent.microbatch]).ups[to]
@@ -73,7 +73,7 @@ class RankExecutor(LocalExecutor):
         if action.stage + 1 in self._owned:
             super()._send_up(action, streams)
         else:
-            self._transport.send(self._owners[action.stage + 1], action, streams)
+            self._transport.send(self._placement[action.stage + 1], action, streams)
 
     def _take_down(self, stage: int, microbatch: int) -> BackwardMessage:
         if (stage, microbatch) in self._arriving_down:
@@ -85,7 +85,7 @@ class RankExecutor(LocalExecutor):
         if action.stage - 1 in self._owned:
             super()._send_down(action, message)
         else:
-            self._transport.send(self._owners[action.stage - 1], action, as_tensors(message))
+            self._transport.send(self._placement[action.stage - 1], action, as_tensors(message))
 
     def drain(self) -> list[Finished]:
         finished = super().drain()
@@ -107,17 +107,17 @@ class RankExecutor(LocalExecutor):
     def predict(self, inputs: Streams) -> Streams | None:  # type: ignore[override]
         """Outputs on the last stage's rank, None on the others."""
         self._transport.turn()
-        shapes = self._rehearsal.shapes(tuple((x.shape, x.dtype) for x in inputs))
+        shapes = self._rehearsal.shapes(shapes_of(inputs))
         streams: Streams = inputs
         for stage in self.stages:
             self.doing.now(f"evaluation on stage {stage.index}")
             if stage.index > 0 and stage.index - 1 not in self._owned:
                 sent = Action(stage.index - 1, Kind.FORWARD, -1)
-                arrival = self._transport.receive(self._owners[sent.stage], sent, shapes.ups[stage.index])
+                arrival = self._transport.receive(self._placement[sent.stage], sent, shapes.ups[stage.index])
                 streams = tuple(x for x in arrival() if x is not None)
             streams = stage.predict(streams)
             if not stage.last and stage.index + 1 not in self._owned:
                 sent = Action(stage.index, Kind.FORWARD, -1)
-                self._transport.send(self._owners[stage.index + 1], sent, streams)
+                self._transport.send(self._placement[stage.index + 1], sent, streams)
         self.doing.now("between ticks")
         return streams if self.stages[-1].last else None

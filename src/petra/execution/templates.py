@@ -67,6 +67,11 @@ class Rehearsal:
         return MessageShapes(ups, downs)
 
 
+def shapes_of(inputs: Streams) -> Shapes:
+    """What `Rehearsal.shapes` asks for."""
+    return tuple((x.shape, x.dtype) for x in inputs)
+
+
 def as_tensors(message: BackwardMessage) -> Template:
     """What travels: the streams if there are any, then the gradients."""
     return (*(message.streams or ()), *message.gradients)

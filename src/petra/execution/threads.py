@@ -87,12 +87,14 @@ class ThreadTransport(Transport):
         return arrive
 
     def gather(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self._together.exchange(self._index, json.dumps(value))]
+        everyone = range(self.place.ranks * self.place.replicas)
+        return [json.loads(text) for text in self._together.exchange(self._index, everyone, json.dumps(value))]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        vectors = self._together.exchange(self._index, flat([t.double() for t in tensors]))
-        own = vectors[self.place.rank * self.place.replicas :][: self.place.replicas]
-        spread(torch.stack(own).mean(0), tensors)
+        first = self.place.rank * self.place.replicas
+        replicas = range(first, first + self.place.replicas)
+        vectors = self._together.exchange(self._index, replicas, flat([t.double() for t in tensors]))
+        spread(torch.stack(vectors).mean(0), tensors)
 
     @property
     def _index(self) -> int:
@@ -106,20 +108,18 @@ class _Together:
         self.turns = Turns(processes)
         self.channels: dict[tuple[int, int, int], list[Tensor | None]] = defaultdict(list)
         self.expected: dict[tuple[int, int, int], int] = defaultdict(int)
-        self._processes = processes
-        self._rounds: dict[int, dict[int, Any]] = defaultdict(dict)
-        self._calls = [0] * processes
+        self._rounds: dict[tuple[range, int], dict[int, Any]] = defaultdict(dict)
+        self._calls: dict[tuple[range, int], int] = defaultdict(int)
 
-    def exchange(self, index: int, value: Any) -> list[Any]:
-        """What every process gave in its call of this number."""
-        number = self._calls[index]
-        self._calls[index] += 1
-        said = self._rounds[number]
+    def exchange(self, index: int, members: range, value: Any) -> list[Any]:
+        """What every member gave in its call of the same number."""
+        number = self._calls[members, index] = self._calls[members, index] + 1
+        said = self._rounds[members, number]
         said[index] = value
         self.turns.changed()
-        self.turns.wait_until(lambda: len(said) == self._processes)
-        self._rounds.pop(number, None)  # the others hold it too
-        return [said[i] for i in range(self._processes)]
+        self.turns.wait_until(lambda: len(said) == len(members))
+        self._rounds.pop((members, number), None)  # the others hold it too
+        return [said[i] for i in members]
 
 
 def run_together(work: Callable[[Transport], T], ranks: int = 1, replicas: int = 1) -> list[T]:

@@ -64,7 +64,7 @@ class Doing:
 
 
 class Transport(ABC):
-    """Ordered channels between neighbouring ranks of a pipeline, and a few words among all of them."""
+    """Ordered channels between the ranks of a pipeline, and a few words among all of them."""
 
     def __init__(self, place: Place, device: torch.device | str) -> None:
         self.place = place
@@ -72,6 +72,9 @@ class Transport(ABC):
         self.doing = Doing()
         self.sent = Counter[tuple[int, str]]()
         """Bytes of tensors sent, by receiving rank and kind of action ("F" or "B")."""
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - not every transport has to
+        """Open the channels from one rank to another that are not open yet. All processes call it with the same."""
 
     @abstractmethod
     def send(self, to: int, label: Action, tensors: Template) -> None:

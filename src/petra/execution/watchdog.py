@@ -61,7 +61,7 @@ class Watchdog:
         """Say what went wrong; False if another process has said something before."""
         try:
             with self._lock:
-                said = self._store.compare_set("petra/failure", "", json.dumps([self._process, message]))
+                said = self._store.compare_set("failure", "", json.dumps([self._process, message]))
             return bool(json.loads(said)[0] == self._process)
         except RuntimeError:  # the store is gone, so nobody else can have spoken through it
             return True
@@ -76,9 +76,9 @@ class Watchdog:
                     return None
             except RuntimeError:
                 break
-            silent = [process for process, (_, when) in self._heard.items() if time.monotonic() - when > GONE]
-            if silent:
-                return self._gone(silent[0])
+            when, process = min((when, process) for process, (_, when) in self._heard.items())
+            if time.monotonic() - when > GONE:
+                return self._gone(process)
         return str(error)
 
     def close(self) -> None:
@@ -103,13 +103,14 @@ class Watchdog:
         doing, now = self._doing, time.monotonic()
         if doing.times != self._own[0]:
             self._own = (doing.times, now)
-        if not doing.waits and now - self._own[1] > self._timeout:
+        # Setting up may take long, with data to be read and decoded.
+        if doing.times > 0 and not doing.waits and now - self._own[1] > self._timeout:
             self._end(f"is stuck in tick {doing.tick}, {doing.what}, for {now - self._own[1]:.0f} s", None)
         self._beats += 1
-        keys = [f"petra/doing/{process}" for process in range(len(self._names)) if process != self._process]
+        keys = [f"doing/{process}" for process in range(len(self._names)) if process != self._process]
         said = json.dumps([self._beats, doing.tick, doing.what, doing.waiting_for])
         with self._lock:
-            self._store.set(f"petra/doing/{self._process}", said)
+            self._store.set(f"doing/{self._process}", said)
             there = [key for key in keys if self._store.check([key])]
             texts = [self._store.get(key).decode() for key in there]
         for key, text in zip(there, texts, strict=True):
@@ -121,18 +122,25 @@ class Watchdog:
 
     def _failure(self) -> list[Any] | None:
         with self._lock:
-            if not self._store.check(["petra/failure"]):
+            if not self._store.check(["failure"]):
                 return None
-            said = json.loads(self._store.get("petra/failure").decode() or "null")
+            said = json.loads(self._store.get("failure").decode() or "null")
         return None if said is None or said[0] == self._process else list(said)
 
     def _gone(self, process: int) -> str:
-        _, tick, what, waiting_for = json.loads(self._heard[process][0])
-        waits = f", waiting for rank {waiting_for}" if waiting_for is not None else ""
-        return f"{self._names[process]} is gone or stuck: last heard of in tick {tick}, {what}{waits}"
+        _, *doing = json.loads(self._heard[process][0])
+        own = self._doing
+        return (
+            f"{self._names[process]} is gone or stuck: last heard of in {_described(*doing)}; "
+            f"{self._names[self._process]} is in {_described(own.tick, own.what, own.waiting_for)}"
+        )
 
     def _end(self, message: str, name: str | None, whole: bool = False) -> None:
         text = message if whole else f"{name or self._names[self._process]} {message}"
         if self.claim(text):
             print(f"petra: error: {text}", file=sys.stderr, flush=True)
         self._leave(1)
+
+
+def _described(tick: int, what: str, waiting_for: int | None) -> str:
+    return f"tick {tick}, {what}" + (f", waiting for rank {waiting_for}" if waiting_for is not None else "")

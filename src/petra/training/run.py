@@ -95,7 +95,7 @@ class Run:
         quiet: bool = False,
         data: ImageData | None = None,
         transport: Transport | None = None,
-        ranks: Sequence[int] | None = None,
+        placement: Sequence[int] | None = None,
         trace: int = 0,
     ) -> None:
         config.validate()
@@ -109,7 +109,7 @@ class Run:
         share = (place.replica, place.replicas)
         self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, device=self.device, share=share)
         self.test = Batches(self._data, "test", max(config.batch_size, 256), device=self.device, share=share)
-        self.trainer = self._trainer(transport, config.stages, config.order, ranks)
+        self.trainer = self._trainer(transport, config.stages, config.order, placement)
         self.position = Position()
         self._counts = place.rank == place.ranks - 1
         self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport)
@@ -127,7 +127,7 @@ class Run:
         transport: Transport,
         stages: int | Sequence[int],
         order: str | Sequence[int] | None,
-        ranks: Sequence[int] | None = None,
+        placement: Sequence[int] | None = None,
     ) -> Trainer:
         config, data = self.config, self._data
         torch.manual_seed(config.seed)
@@ -154,7 +154,7 @@ class Run:
             seed=config.seed,
             device=self.device,
             transport=transport,
-            ranks=ranks,
+            placement=placement,
             message_dtype=config.message_dtype,
         )
 
@@ -282,7 +282,7 @@ class Run:
         if not self.transport.place.speaks or not any(value.is_meta for value in own.values()):
             return {name: value for name, value in own.items() if not value.is_meta}
         found: dict[str, torch.Tensor] = {}
-        for stage in range(len(self.trainer.owners)):
+        for stage in range(len(self.trainer.placement)):
             found |= self._checkpoints.stage(stage)["weights"]["network"]
         return {name: found[name] for name in own}
 
@@ -324,6 +324,7 @@ class Run:
         return self.transport.total([position.loss, position.correct, position.samples])
 
     def _restore(self) -> int:
+        self.transport.doing.now("reading a checkpoint")
         saved = self._checkpoints.run()
         try:
             finished: list[Finished] = []

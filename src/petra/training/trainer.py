@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Trainer:
     the stages, for pipelined methods. ``autocast`` is the dtype of residual functions; streams stay in
     float32. ``seed`` decides dropout masks, which depend on layer and micro-batch, not on the cut.
     ``transport`` spreads the stages over ranks: every rank makes the same calls, and holds the weights of its
-    own stages only. ``ranks`` says how many stages each rank holds, about the same number if left out. Where
+    own stages only. ``placement`` is the rank of each stage; if left out, each holds about as many in a row. Where
     the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
     mean gradient of all. ``message_dtype`` is what float32 travels as between stages, to send half as much
     with ``torch.bfloat16``.
@@ -76,7 +77,7 @@ class Trainer:
         seed: int = 0,
         device: torch.device | str | None = None,
         transport: Transport | None = None,
-        ranks: Sequence[int] | None = None,
+        placement: Sequence[int] | None = None,
         message_dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(network, nn.Sequential):
@@ -107,20 +108,23 @@ class Trainer:
         _refuse_sharing(network, cuts)
         if message_dtype is not None:
             _refuse_other_dtypes(network)
-        self.owners = _owners(len(cuts), place.ranks, ranks)
+        self.placement = _placement(len(cuts), place.ranks, placement)
+        """The rank of each stage."""
         if place.ranks * place.replicas > 1:
             names = {
-                "owners of stages": self.owners,
+                "placement": self.placement,
                 "weights": weights_hash(network.state_dict()),
                 "torch": torch.__version__,
             }
             transport.agree({**self.layout, **names})
+        crossings = [(a, b) for a, b in pairwise(self.placement) if a != b]
+        transport.connect([*crossings, *((b, a) for a, b in crossings)])
         seed = seed if place.replica == 0 else derived_seed(seed, place.replica)  # replicas drop out differently
         settings = Settings(self.device, seed, autocast)
         chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
         made: list[Stage] = []
         for index, chain in enumerate(chains):
-            owned_here = self.owners[index] == place.rank
+            owned_here = self.placement[index] == place.rank
             for layer in chain.layers:
                 layer.to(self.device if owned_here else "meta")  # another rank holds its weights
             if owned_here:
@@ -145,7 +149,7 @@ class Trainer:
             self.executor.doing = transport.doing
         else:
             rehearsal = Rehearsal(list(network), cuts, self.method, message_dtype)
-            self.executor = RankExecutor(made, self.order, self.owners, transport, rehearsal)
+            self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal)
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         layers = list(network._modules)  # named_children would leave a layer out that comes twice
         self._stage_of = {layers[i]: index for index, cut in enumerate(cuts) for i in cut}
@@ -276,14 +280,18 @@ class Trainer:
         return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
 
 
-def _owners(stages: int, ranks: int, per_rank: Sequence[int] | None) -> list[int]:
+def _placement(stages: int, ranks: int, asked: Sequence[int] | None) -> list[int]:
     """The rank of each stage."""
     if ranks > stages:
         raise ValueError(f"there are {ranks} ranks for {stages} stages: cut the network into {ranks} stages or more")
-    if per_rank is not None and len(per_rank) != ranks:
-        raise ValueError(f"{list(per_rank)} gives stages to {len(per_rank)} ranks, but there are {ranks}")
-    cuts = partition(stages, ranks if per_rank is None else per_rank)
-    return [rank for rank, owned in enumerate(cuts) for _ in owned]
+    if asked is None:
+        return [rank for rank, owned in enumerate(partition(stages, ranks)) for _ in owned]
+    if len(asked) != stages or set(asked) != set(range(ranks)) or asked[-1] != ranks - 1:
+        raise ValueError(
+            f"placement is {list(asked)}: give the rank of each of the {stages} stages, each of the {ranks} ranks "
+            f"at least once, and the last stage on rank {ranks - 1}"
+        )
+    return list(asked)
 
 
 def choose_order(method: Method, stages: int, accumulate: int, order: str | Sequence[int] | None) -> Order:

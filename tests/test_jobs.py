@@ -1,0 +1,213 @@
+"""Jobs of several processes from the command line: they agree with one process, and none of them dies unnoticed."""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from petra.cli.main import main
+
+SMALL = [
+    *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "digits", "--stages", "4"),
+    *("--batch-size", "64", "--epochs", "2", "--lr", "0.05", "--warmup-epochs", "1", "--threads", "1"),
+    *("--device", "cpu", "--quiet", "--checkpoint-every", "2", "--timeout", "5"),
+]
+LIMIT = 120
+
+
+def start(*arguments, fault=None, program=("-m", "petra")):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if fault:
+        variables["PETRA_FAULT"] = fault
+    command = [sys.executable, *program, *SMALL, *map(str, arguments)]
+    return subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def end(process):
+    """Wait for a job; exit code and what it said. Nothing hangs, and no process of the job is left."""
+    try:
+        _, error = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+        left = [pid for pid in processes_below(process.pid) if pid != process.pid]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+    return process.returncode, error
+
+
+def processes_below(pid):
+    """Those started by a process, by what the system says about parents."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rsplit(")", 1)[1].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def run(*arguments, **options):
+    code, error = end(start(*arguments, **options))
+    assert code == 0, error
+    return error
+
+
+def result(folder):
+    """Weights, and metrics without the speed."""
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [{k: v for k, v in json.loads(line).items() if k != "samples_per_second"} for line in lines]
+    return summary["weights_sha256"], summary["test_accuracy"], records
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run("--out", folder)
+    return result(folder)
+
+
+def test_ranks_and_torchrun_end_with_the_weights_of_one_process(alone, tmp_path):
+    run("--ranks", 2, "--trace", 20, "--out", tmp_path / "two")
+    assert result(tmp_path / "two") == alone
+    events = json.loads((tmp_path / "two" / "trace.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "petra")
+    run("--placement", "0,1,0,1", "--out", tmp_path / "torchrun", program=torchrun)
+    assert result(tmp_path / "torchrun") == alone
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert summary["ranks"] == 2
+    assert len(summary["memory_bytes"]) == 4
+
+
+def rank_main(rank, port, arguments, fault, log):
+    """One of two ranks, in a process that has everything imported already."""
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "PETRA_FAULT": fault})
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.exit(main(arguments))
+
+
+@pytest.mark.timeout(500)
+def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_path):
+    """SIGKILL for a random rank at a random tick: the job is over in seconds, says who is gone, and goes on exactly."""
+    chance = random.Random(7)
+    folder = tmp_path / "run"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["petra.cli.main", "sklearn.datasets", "torch._dynamo"])
+    for number in range(20):
+        killed, tick = chance.randrange(2), 2 + 2 * number + chance.randrange(3)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        logs = [tmp_path / f"{number}.{rank}" for rank in range(2)]
+        arguments = [*SMALL, "--resume", "--out", str(folder)]
+        ranks = [
+            context.Process(target=rank_main, args=(rank, store.port, arguments, f"kill:{killed}:{tick}", logs[rank]))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        ranks[killed].join(LIMIT)
+        died = time.monotonic()
+        ranks[1 - killed].join(LIMIT)
+        took = time.monotonic() - died
+        for process in ranks:
+            process.kill()
+        assert took < 10
+        assert [ranks[killed].exitcode, ranks[1 - killed].exitcode] == [-signal.SIGKILL, 1]
+        assert logs[killed].read_text() == ""
+        (line,) = logs[1 - killed].read_text().splitlines()
+        assert f"rank {killed} is gone or stuck: last heard of in tick" in line
+        assert f"; rank {1 - killed} is in tick" in line
+    run("--ranks", 2, "--resume", "--out", folder)
+    assert result(folder) == alone
+
+
+def test_a_killed_rank_ends_the_whole_job(tmp_path):
+    code, error = end(start("--ranks", 2, "--out", tmp_path / "run", fault="kill:1:9"))
+    assert code == 1
+    first, second = error.strip().splitlines()
+    assert "rank 1 is gone or stuck: last heard of in tick" in first
+    assert second == "petra: process 1 was ended by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (
+            "hang:1:9",
+            r"rank 1 is stuck in tick \d+, (forward|backward|update) of micro-batch \d+ on stage [23], for \d+ s",
+        ),
+        (
+            "stop:0:9",
+            r"rank 0 is gone or stuck: last heard of in tick \d+, .*; rank 1 is in tick \d+, .*, waiting for rank 0",
+        ),
+        ("corrupt:0:9", r"the message of stage 1, micro-batch \d+, forward was damaged on its way"),
+        ("full-disk:1:9", r"rank 1: the checkpoint could not be written \(No space left on device\); the one before"),
+    ],
+)
+def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tmp_path):
+    job = start("--ranks", 2, "--out", tmp_path / "run", fault=fault)
+    code, error = end(job)
+    assert code in (1, 2)
+    assert re.search(says, error), error
+    assert len([line for line in error.splitlines() if "error" in line]) == 1, error
+    run("--ranks", 2, "--resume", "--out", tmp_path / "run")
+    assert result(tmp_path / "run") == alone
+
+
+def test_torchrun_starts_a_killed_job_anew_and_it_goes_on_exactly(alone, tmp_path):
+    torchrun = (
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
+        *("-m", "petra"),
+    )
+    error = run("--out", tmp_path / "run", fault="kill:1:17", program=torchrun)
+    assert "rank 1 is gone or stuck" in error
+    assert result(tmp_path / "run") == alone
+
+
+def test_a_job_that_is_asked_to_stop_writes_one_checkpoint_and_goes_on(alone, tmp_path):
+    folder = tmp_path / "run"
+    job = start("--ranks", 2, "--out", folder)
+    deadline = time.monotonic() + LIMIT
+    while not (folder / "checkpoint" / "latest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    code, error = end(job)
+    assert code == 130
+    assert re.fullmatch(r"petra: stopped in epoch \d; continue with --resume --out \S+", error.strip()), error
+    run("--ranks", 2, "--resume", "--out", folder)
+    assert result(folder) == alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ranks", 9], "--ranks is 9 for 4 stages: give at most 4"),
+        (["--ranks", 0], "--ranks is 0: give 1 or more"),
+        (["--ranks", 2, "--placement", "0,1"], "give the rank of each of the 4 stages"),
+        (["--ranks", 2, "--replicas", 0], "--replicas is 0: give 1 or more"),
+        (["--ranks", 2, "--timeout", 0], "--timeout is 0.0: give seconds"),
+        (["--ranks", 2, "--data", "nowhere"], "nowhere"),
+        (["--ranks", 2, "--replicas", 2, "--batch-size", 1], "batch_size is 1 for 2 replicas"),
+    ],
+)
+def test_bad_input_is_said_once(arguments, says, tmp_path):
+    code, error = end(start(*arguments, "--out", tmp_path / "run"))
+    assert code == 2
+    assert says in error
+    assert len(error.strip().splitlines()) == 1, error
+    assert not (tmp_path / "run").exists()

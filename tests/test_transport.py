@@ -1,0 +1,249 @@
+"""Ranks as threads of this process: any cut, any placement, any order gives the bits of one process."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import batches, mixed_network, reversible_network
+from rank_worker import fingerprint
+from replicas import train_replicas
+from trainers import make
+
+from petra.execution import run_together
+from petra.execution.envelope import BadMessage, Envelope
+from petra.execution.transport import buckets, flat, spread
+from petra.measure import MemoryProbe
+from petra.schedule import Action, Deadlock, Kind
+
+TICKS = 14
+METHODS = ["petra", "delayed", "checkpointed", "1f1b", "reversible"]
+
+
+def train(transport=None, ticks=TICKS, **options):
+    """Fingerprints of the stages held here after every tick and at the end, losses, and an evaluation."""
+    torch.manual_seed(0)
+    trainer = make(mixed_network(), seed=3, transport=transport, **options)
+    seen, losses = [], {}
+    for i, (x, y) in enumerate(batches(ticks)):
+        losses |= {f.microbatch: float(f.loss) for f in trainer.step(x, y)}
+        seen.append({stage.index: fingerprint(stage) for stage in trainer.stages})
+        if i == 7:
+            found = trainer.evaluate(batches(3, seed=5))
+    losses |= {f.microbatch: float(f.loss) for f in trainer.drain()}
+    seen.append({stage.index: fingerprint(stage) for stage in trainer.stages})
+    return seen, losses, found
+
+
+@st.composite
+def layouts(draw):
+    """How many layers each of some stages has, and the rank of each, the last stage on the last rank."""
+    stages = draw(st.integers(1, 6))
+    borders = sorted(draw(st.permutations(range(1, 6)))[: stages - 1])
+    sizes = [b - a for a, b in zip([0, *borders], [*borders, 6], strict=True)]
+    ranks = draw(st.integers(1, stages))
+    others = draw(st.lists(st.integers(0, ranks - 1), min_size=stages - ranks, max_size=stages - ranks))
+    placement = [*draw(st.permutations([*range(ranks - 1), *others])), ranks - 1]
+    return sizes, placement
+
+
+@settings(max_examples=25)
+@given(
+    layouts(), st.integers(1, 3), st.sampled_from(["petra", "delayed", "checkpointed", "1f1b", "reversible"]), st.data()
+)
+def test_any_placement_gives_the_bits_of_one_process(layout, k, method, data):
+    sizes, placement = layout
+    options = {"method": method, "stages": sizes, "accumulate": k}
+    if method not in ("1f1b", "reversible"):
+        options["order"] = data.draw(st.sampled_from(["lock-step", "low-staleness"]))
+        options["message_dtype"] = data.draw(st.sampled_from([None, torch.bfloat16]))
+    expected = train(**options)
+    ranks = max(placement) + 1
+    found = run_together(lambda transport: train(transport, placement=placement, **options), ranks)
+    for tick, stages in enumerate(expected[0]):
+        assert {k: v for rank in found for k, v in rank[0][tick].items()} == stages, tick
+    assert {m: loss for rank in found for m, loss in rank[1].items()} == expected[1]
+    assert all(rank[2] == expected[2] for rank in found)
+
+
+def test_bf16_messages_change_the_result_a_little():
+    plain, rounded = (train(stages=4, message_dtype=dtype)[1] for dtype in (None, torch.bfloat16))
+    assert plain != rounded
+    assert max(abs(plain[m] - rounded[m]) for m in plain) < 0.5
+
+
+def test_bf16_messages_are_for_float32_networks():
+    with pytest.raises(ValueError, match=r"is torch\.float64: messages of another precision are for float32"):
+        make(mixed_network().double(), stages=2, message_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_sent_is_two_streams_up_and_four_down_at_any_depth(dtype):
+    """Bytes of a micro-batch over an edge between reversible stages, as the network itself would count them."""
+    per_edge = {}
+    stream = 3 * 3 * 4 * 4 * (2 if dtype else 4)  # batch, width, 4×4
+
+    def work(transport):
+        torch.manual_seed(0)
+        layers = transport.place.ranks
+        trainer = make(
+            reversible_network(layers), transport=transport, stages=[2, *[1] * (layers - 2), 2], message_dtype=dtype
+        )
+        for x, y in batches(5):  # all of one size
+            trainer.step(x, y)
+        for x, y in batches(5):
+            trainer.step(x, y)
+        trainer.drain()
+        return dict(transport.sent)
+
+    for ranks in (2, 4, 8):
+        for rank, sent in enumerate(run_together(work, ranks)):
+            for (to, kind), count in sent.items():
+                assert to == rank + (1 if kind == "F" else -1)
+                per_edge.setdefault((ranks, kind), set()).add(count / 10)
+    for ranks in (2, 4, 8):
+        assert per_edge[ranks, "F"] == {2 * stream}
+        assert per_edge[ranks, "B"] == {4 * stream}
+
+
+def test_memory_of_a_reversible_rank_does_not_grow_with_the_pipeline():
+    def work(transport):
+        torch.manual_seed(0)
+        ranks = transport.place.ranks
+        trainer = make(reversible_network(ranks - 2), transport=transport, stages=ranks)
+        data = list(batches(5)) * 12
+        for x, y in data[: 2 * ranks + 2]:
+            trainer.step(x, y)
+        with MemoryProbe(trainer.executor) as probe:
+            trainer.step(*data[0])
+        return probe.activation_peak, probe.stages[0].total
+
+    peaks = {}
+    for ranks in (4, 8, 16):
+        found = run_together(work, ranks)
+        peaks[ranks] = {found[rank] for rank in range(2, ranks - 1, 2)}  # every other: two kinds of block take turns
+    assert len(peaks[4]) == 1
+    assert peaks[4] == peaks[8] == peaks[16]
+
+
+@pytest.mark.parametrize("method", ["petra", "delayed", "backprop"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_replicas_equal_one_pipeline_with_all_their_samples(method, uneven):
+    options = {"stages": 3, "accumulate": 2, "method": method, "clip_norm": 1.0}
+    expected = train_replicas(uneven=uneven, **options)
+    for ranks, replicas in ((2, 2), (1, 4), (3, 2)):
+        found = run_together(lambda t: train_replicas(t, uneven=uneven, **options), ranks, replicas)
+        for weights in found:
+            for name, value in weights.items():
+                assert torch.allclose(value, expected[name], rtol=0, atol=1e-10), (name, ranks, replicas)
+        assert {name for weights in found for name in weights} == set(expected)
+
+
+def test_replicas_keep_the_same_weights_and_statistics():
+    def work(transport):
+        torch.manual_seed(0)
+        trainer = make(mixed_network(), transport=transport, stages=2, seed=3)
+        for x, y in batches(9):
+            share = [t.tensor_split(2)[transport.place.replica] for t in (x, y)]
+            trainer.step(*share, samples=len(y))
+        trainer.drain()
+        return trainer.network.state_dict()
+
+    first, second = run_together(work, 1, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_ranks_that_wait_for_each_other_are_noticed():
+    template = (torch.empty(2, device="meta"),)
+
+    def work(transport):
+        return transport.receive(1 - transport.place.rank, Action(0, Kind.FORWARD, 0), template)()
+
+    with pytest.raises(Deadlock, match="every rank waits"):
+        run_together(work, 2)
+
+
+def test_an_error_on_one_rank_ends_all():
+    def work(transport):
+        if transport.place.rank == 1:
+            raise ZeroDivisionError("on purpose")
+        transport.gather(1)
+
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        run_together(work, 3)
+
+
+def test_ranks_that_differ_are_named_with_what_differs():
+    def work(transport):
+        make(mixed_network(), transport=transport, stages=2, accumulate=1 + transport.place.rank)
+
+    with pytest.raises(ValueError, match="rank 1 has accumulate 2, rank 0 has 1: start every rank with the same"):
+        run_together(work, 2)
+
+
+@pytest.mark.parametrize("placement", [[0, 1], [0, 0, 0], [1, 1, 0], [0, 2, 2], [0, 1, 0]])
+def test_a_placement_that_cannot_be_is_refused(placement):
+    with pytest.raises(ValueError, match="give the rank of each of the 3 stages"):
+        run_together(lambda t: make(mixed_network(), transport=t, stages=3, placement=placement), 2)
+
+
+def test_more_ranks_than_stages_are_refused():
+    with pytest.raises(ValueError, match="there are 3 ranks for 2 stages"):
+        run_together(lambda t: make(mixed_network(), transport=t, stages=2), 3)
+
+
+class TestEnvelope:
+    LABEL = Action(3, Kind.BACKWARD, 17)
+
+    @given(
+        st.lists(
+            st.none()
+            | st.tuples(
+                st.lists(st.integers(0, 4), max_size=3),
+                st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]),
+            ),
+            max_size=5,
+        )
+    )
+    def test_what_is_packed_comes_out(self, parts):
+        tensors = tuple(None if p is None else torch.randn(p[0]).mul(9).to(p[1]) for p in parts)
+        envelope = Envelope.like(tensors)
+        buffer = torch.empty(envelope.size, dtype=torch.uint8)
+        envelope.pack(tensors, buffer, self.LABEL)
+        found = envelope.unpack(buffer, torch.device("cpu"), self.LABEL)
+        buffer.zero_()  # used again
+        for a, b in zip(tensors, found, strict=True):
+            assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+        assert envelope.payload == sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def test_any_changed_byte_is_noticed(self):
+        tensors = (torch.randn(5), torch.randn(3, 3))
+        envelope = Envelope.like(tensors)
+        clean = torch.zeros(envelope.size, dtype=torch.uint8)
+        envelope.pack(tensors, clean, self.LABEL)
+        for i in range(len(clean)):
+            buffer = clean.clone()
+            buffer[i] += 1
+            with pytest.raises(BadMessage):
+                envelope.unpack(buffer, torch.device("cpu"), self.LABEL)
+
+    def test_another_message_is_noticed(self):
+        envelope = Envelope.like((torch.zeros(2),))
+        buffer = torch.zeros(envelope.size, dtype=torch.uint8)
+        envelope.pack((torch.zeros(2),), buffer, Action(3, Kind.BACKWARD, 16))
+        with pytest.raises(
+            BadMessage, match="micro-batch 16, backward came in place of that of stage 3, micro-batch 17"
+        ):
+            envelope.unpack(buffer, torch.device("cpu"), self.LABEL)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=8), st.integers(1, 12))
+def test_buckets_hold_every_tensor_once(sizes, limit):
+    tensors = [torch.randn(n, dtype=torch.float64 if double else torch.float32) for n, double in sizes]
+    groups = buckets(tensors, limit)
+    assert sorted(id(t) for group in groups for t in group) == sorted(map(id, tensors))
+    for group in groups:
+        assert len({t.dtype for t in group}) == 1
+        assert sum(t.numel() for t in group[:-1]) < limit
+        before = [t.clone() for t in group]
+        spread(flat(group) * 2, group)
+        assert all(torch.equal(t, b * 2) for t, b in zip(group, before, strict=True))
