@@ -10,7 +10,8 @@ from replicas import train_replicas
 from trainers import make
 
 from petra.execution import run_together
-from petra.execution.envelope import BadMessage, Envelope
+from petra.execution.envelope import BadMessage, check_label, make_label, payload
+from petra.execution.processes import Blocks
 from petra.execution.transport import buckets, flat, spread
 from petra.measure import MemoryProbe
 from petra.schedule import Action, Deadlock, Kind
@@ -191,49 +192,65 @@ def test_more_ranks_than_stages_are_refused():
         run_together(lambda t: make(mixed_network(), transport=t, stages=2), 3)
 
 
-class TestEnvelope:
-    LABEL = Action(3, Kind.BACKWARD, 17)
+class TestLabels:
+    SENDER = Action(3, Kind.BACKWARD, 17)
 
     @given(
         st.lists(
-            st.none()
-            | st.tuples(
+            st.tuples(
                 st.lists(st.integers(0, 4), max_size=3),
                 st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]),
             ),
             max_size=5,
-        )
+        ),
+        st.booleans(),
     )
-    def test_what_is_packed_comes_out(self, parts):
-        tensors = tuple(None if p is None else torch.randn(p[0]).mul(9).to(p[1]) for p in parts)
-        envelope = Envelope.like(tensors)
-        buffer = torch.empty(envelope.size, dtype=torch.uint8)
-        envelope.pack(tensors, buffer, self.LABEL)
-        found = envelope.unpack(buffer, torch.device("cpu"), self.LABEL)
-        buffer.zero_()  # used again
-        for a, b in zip(tensors, found, strict=True):
-            assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
-        assert envelope.payload == sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    def test_what_was_sent_is_recognised(self, parts, verify):
+        tensors = [torch.randn(shape).mul(9).to(dtype) for shape, dtype in parts]
+        label = make_label(self.SENDER, tensors, verify)
+        check_label(label, self.SENDER, [t.clone() for t in tensors], verify)
+        assert payload(tensors) == sum(t.numel() * t.element_size() for t in tensors)
 
     def test_any_changed_byte_is_noticed(self):
-        tensors = (torch.randn(5), torch.randn(3, 3))
-        envelope = Envelope.like(tensors)
-        clean = torch.zeros(envelope.size, dtype=torch.uint8)
-        envelope.pack(tensors, clean, self.LABEL)
-        for i in range(len(clean)):
-            buffer = clean.clone()
-            buffer[i] += 1
-            with pytest.raises(BadMessage):
-                envelope.unpack(buffer, torch.device("cpu"), self.LABEL)
+        tensors = [torch.randn(5), torch.randn(3, 3), torch.randn(9)[1:]]  # also one that begins at odd places
+        label = make_label(self.SENDER, tensors, True)
+        for number, tensor in enumerate(tensors):
+            for i in range(4 * tensor.numel()):
+                damaged = [t.clone() for t in tensors]
+                damaged[number].view(-1).view(torch.uint8)[i] += 1
+                with pytest.raises(BadMessage, match="stage 3, micro-batch 17, backward was damaged on its way"):
+                    check_label(label, self.SENDER, damaged, True)
 
-    def test_another_message_is_noticed(self):
-        envelope = Envelope.like((torch.zeros(2),))
-        buffer = torch.zeros(envelope.size, dtype=torch.uint8)
-        envelope.pack((torch.zeros(2),), buffer, Action(3, Kind.BACKWARD, 16))
-        with pytest.raises(
-            BadMessage, match="micro-batch 16, backward came in place of that of stage 3, micro-batch 17"
-        ):
-            envelope.unpack(buffer, torch.device("cpu"), self.LABEL)
+    def test_another_message_or_order_is_noticed(self):
+        tensors = [torch.randn(2), torch.randn(2)]
+        for verify in (True, False):
+            label = make_label(Action(3, Kind.BACKWARD, 16), tensors, verify)
+            with pytest.raises(BadMessage, match="16, backward came in place of that of stage 3, micro-batch 17"):
+                check_label(label, self.SENDER, tensors, verify)
+        with pytest.raises(BadMessage, match="damaged"):
+            check_label(make_label(self.SENDER, tensors, True), self.SENDER, tensors[::-1], True)
+
+
+def test_memory_of_messages_is_used_again_but_never_while_it_is_held():
+    blocks = Blocks()
+    template = torch.empty(3, 5, device="meta")
+    first = blocks.empty_like(template, torch.device("cpu"))
+    place = first.data_ptr()
+    part = first[1]  # a view keeps it
+    del first
+    second = blocks.empty_like(template, torch.device("cpu"))
+    assert second.data_ptr() != place
+    del part
+    third = blocks.empty_like(template, torch.device("cpu"))
+    assert third.data_ptr() == place
+    assert third.shape == template.shape
+    assert third.dtype == template.dtype
+    kept = third.detach().requires_grad_()  # as autograd would hold it
+    product = kept * 2
+    del third, kept
+    assert blocks.empty_like(template, torch.device("cpu")).data_ptr() != place
+    del product
+    assert blocks.empty_like(template, torch.device("cpu")).data_ptr() == place
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=8), st.integers(1, 12))

@@ -1,9 +1,8 @@
-"""A message as one block of bytes: what makes it persistent, countable and checkable."""
+"""What goes with every message, so that one that is damaged or comes in place of another is noticed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from petra.schedule import Action, Kind
 Template = tuple[Tensor | None, ...]
 """Tensors of the "meta" device that stand for those of a message; None travels as nothing."""
 
-_ALIGNED = 64
-_LABEL = 4 * 8  # kind, stage, micro-batch and checksum
 _KINDS = list(Kind)
 
 
@@ -22,71 +19,46 @@ class BadMessage(RuntimeError):
     """A message that is not what its sender sent, or not the one that its receiver waits for."""
 
 
-@dataclass(frozen=True)
-class Envelope:
-    """How the tensors of a message lie in a buffer, with a label behind them."""
-
-    parts: tuple[tuple[torch.Size, torch.dtype] | None, ...]
-
-    @classmethod
-    def like(cls, tensors: Template) -> Envelope:
-        """The envelope of messages with these shapes."""
-        return cls(tuple(None if t is None else (t.shape, t.dtype) for t in tensors))
-
-    @property
-    def payload(self) -> int:
-        """Bytes of the tensors themselves."""
-        return sum(_bytes(part) for part in self.parts)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole buffer."""
-        return sum(_rounded(_bytes(part)) for part in self.parts) + _LABEL
-
-    def pack(self, tensors: Template, buffer: Tensor, label: Action) -> None:
-        """Copy the tensors of the message that ``label`` sends into ``buffer``."""
-        for tensor, place in zip(tensors, self._places(buffer), strict=True):
-            if tensor is not None and place is not None:
-                place.copy_(tensor, non_blocking=True)
-        buffer[-_LABEL:].view(torch.int64).copy_(torch.tensor(self._label(label, buffer)))
-
-    def unpack(self, buffer: Tensor, device: torch.device, label: Action) -> Template:
-        """Copies of the tensors, once it is certain that the message is whole and the one of ``label``."""
-        # On a GPU the look would make the host wait; NCCL checks what it carries.
-        if buffer.device.type == "cpu":
-            found, expected = buffer[-_LABEL:].view(torch.int64).tolist(), self._label(label, buffer)
-            if found[:3] != expected[:3]:
-                raise BadMessage(f"a message of {_described(found)} came in place of that of {_described(expected)}")
-            if found != expected:
-                raise BadMessage(f"the message of {_described(expected)} was damaged on its way")
-        places = self._places(buffer)
-        return tuple(None if p is None else torch.empty_like(p, device=device).copy_(p) for p in places)
-
-    def _label(self, label: Action, buffer: Tensor) -> list[int]:
-        checksum = 0
-        if buffer.device.type == "cpu":
-            checksum = int(buffer[:-_LABEL].view(torch.int64).sum()) if buffer.numel() > _LABEL else 0
-        return [_KINDS.index(label.kind), label.stage, label.microbatch, checksum]
-
-    def _places(self, buffer: Tensor) -> list[Tensor | None]:
-        places: list[Tensor | None] = []
-        start = 0
-        for part in self.parts:
-            if part is None:
-                places.append(None)
-                continue
-            shape, dtype = part
-            places.append(buffer[start : start + _bytes(part)].view(dtype).view(shape))
-            start += _rounded(_bytes(part))
-        return places
+def blank_label() -> Tensor:
+    """Room for a label."""
+    return torch.empty(4, dtype=torch.int64)
 
 
-def _bytes(part: tuple[torch.Size, torch.dtype] | None) -> int:
-    return 0 if part is None else prod(part[0]) * part[1].itemsize
+def make_label(sender: Action, tensors: Sequence[Tensor], verify: bool) -> Tensor:
+    """The action that a message comes from, and with ``verify`` a checksum of what it carries."""
+    return torch.tensor(_entries(sender, tensors, verify))
 
 
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def check_label(label: Tensor, sender: Action, tensors: Sequence[Tensor], verify: bool) -> None:
+    """Raise BadMessage unless ``tensors`` are what ``sender`` has sent."""
+    found, expected = label.tolist(), _entries(sender, tensors, verify)
+    if found[:3] != expected[:3]:
+        raise BadMessage(f"a message of {_described(found)} came in place of that of {_described(expected)}")
+    if found != expected:
+        raise BadMessage(f"the message of {_described(expected)} was damaged on its way")
+
+
+def payload(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _entries(sender: Action, tensors: Sequence[Tensor], verify: bool) -> list[int]:
+    checksum = 0
+    if verify:
+        for number, tensor in enumerate(tensors, 1):  # the number, so that two that change places are noticed
+            checksum = (checksum + number * _checksum(tensor)) % 2**62
+    return [_KINDS.index(sender.kind), sender.stage, sender.microbatch, checksum]
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Changes with every byte; as fast as memory can be read."""
+    data = tensor.reshape(-1)
+    if data.storage_offset() * data.element_size() % 8:
+        data = data.clone()
+    octets = data.view(torch.uint8)
+    whole = len(octets) // 8 * 8
+    return int(octets[:whole].view(torch.int64).sum()) + int(octets[whole:].sum())
 
 
 def _described(label: list[int]) -> str:

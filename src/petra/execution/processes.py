@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +15,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from petra.execution.envelope import Envelope, Template
+from petra.execution.envelope import Template, blank_label, check_label, make_label, payload
 from petra.execution.transport import Arrival, Place, Transport, buckets, flat, spread
 from petra.schedule import Action
 
-Bytes = Tensor
+
+class Blocks:
+    """Memory for messages that is handed out again when nobody holds a tensor in it any more."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
+
+    def empty_like(self, template: Tensor, device: torch.device) -> Tensor:
+        """An uninitialised tensor of that shape and dtype."""
+        if device.type != "cpu":
+            return torch.empty_like(template, device=device)  # the GPU's allocator does just this
+        size = template.numel() * template.element_size()
+        if size == 0:
+            return torch.empty_like(template, device=device)
+        free = self._free[size]
+        block = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        # Tensors in this memory keep the array alive, which torch made for them alone: when it dies, they are gone.
+        array = block.numpy()
+        weakref.finalize(array, free.append, block).atexit = False
+        return torch.from_numpy(array).view(template.dtype).view(template.shape)
 
 
 class LostRank(RuntimeError):
@@ -30,8 +50,9 @@ class ProcessTransport(Transport):
 
     Two ranks that exchange messages have a group of their own for each direction. Order is all that matches a message
     with its receiver, because NCCL knows no tags; and a group for each direction keeps the two from blocking
-    each other. Messages travel as single blocks of bytes from buffer to buffer; buffers are used again and
-    again. With gloo they lie in the memory of the host, whatever the device of the network.
+    each other. Tensors leave from where they are and arrive in buffers that are used again once nobody holds
+    what arrived in them. With gloo they travel through the memory of the host, whatever the device of the network.
+    With ``verify``, a checksum goes with every message there.
     """
 
     def __init__(
@@ -39,6 +60,7 @@ class ProcessTransport(Transport):
         device: torch.device | str = "cpu",
         replicas: int = 1,
         timeout: timedelta = timedelta(minutes=5),
+        verify: bool = True,
     ) -> None:
         world = dist.get_world_size()
         if replicas < 1 or world % replicas:
@@ -49,14 +71,16 @@ class ProcessTransport(Transport):
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         super().__init__(Place(coordinate[0], shape[0], coordinate[1], shape[1]), device)
-        self._buffers_on = torch.device(device if nccl else "cpu")
+        self._wire = torch.device(device if nccl else "cpu")  # where messages travel
+        self._labelled = not nccl  # on a GPU, looking at a label would make the host wait
+        self._verify = verify
         self._data = mesh.get_group("data")
         self._timeout = timeout
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._all = dist.new_group(timeout=timeout, backend="gloo")
         self._questions = dist.new_group(timeout=timeout, backend="gloo")
-        self._free: dict[int, list[Bytes]] = defaultdict(list)  # by size
-        self._leaving: deque[list[tuple[int, dist.Work, Bytes]]] = deque([[]])  # of a turn: receiver and buffer
+        self._blocks = Blocks()
+        self._leaving: deque[list[tuple[int, dist.Work, Tensor]]] = deque([[]])  # by turns; they live until they left
         self._asked: deque[tuple[dist.Work, Tensor]] = deque()
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -69,31 +93,35 @@ class ProcessTransport(Transport):
                     self._groups[source, to] = group
 
     def send(self, to: int, label: Action, tensors: Template) -> None:
-        envelope = Envelope.like(tensors)
-        buffer = self._buffer(envelope.size)
-        envelope.pack(tensors, buffer, label)
-        self.sent[to, label.kind.value] += envelope.payload
-        self._post(to, buffer)
+        message = [t.to(self._wire) for t in tensors if t is not None]
+        self.sent[to, label.kind.value] += payload(message)
+        tag = [make_label(label, message, self._verify)] if self._labelled else []
+        self._post(to, [*tag, *message])
 
-    def _post(self, to: int, buffer: Bytes) -> None:
+    def _post(self, to: int, message: list[Tensor]) -> None:
+        group = self._groups[self.place.rank, to]
         with self._connected(to, "send to"):
-            work = dist.isend(buffer, self._process(to), group=self._groups[self.place.rank, to])
-        assert work is not None
-        self._leaving[-1].append((to, work, buffer))
+            for tensor in message:
+                work = dist.isend(tensor, self._process(to), group=group)
+                assert work is not None
+                self._leaving[-1].append((to, work, tensor))
 
     def receive(self, source: int, label: Action, template: Template) -> Arrival:
-        envelope = Envelope.like(template)
-        buffer = self._buffer(envelope.size)
+        tag = [blank_label()] if self._labelled else []
+        message = [self._blocks.empty_like(t, self._wire) for t in template if t is not None]
+        group = self._groups[source, self.place.rank]
         with self._connected(source, "hear from"):
-            work = dist.irecv(buffer, self._process(source), group=self._groups[source, self.place.rank])
+            works = [dist.irecv(tensor, self._process(source), group=group) for tensor in [*tag, *message]]
 
         def arrive() -> Template:
-            assert work is not None
             with self.doing.waiting(source), self._connected(source, "hear from"):
-                work.wait()
-            tensors = envelope.unpack(buffer, self.device, label)
-            self._free[buffer.numel()].append(buffer)
-            return tensors
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            if self._labelled:
+                check_label(tag[0], label, message, self._verify)
+            arrived = iter(message)
+            return tuple(None if t is None else next(arrived).to(self.device) for t in template)
 
         return arrive
 
@@ -109,11 +137,10 @@ class ProcessTransport(Transport):
             self._wait_for(self._leaving.popleft())
         self._leaving.append([])
 
-    def _wait_for(self, leaving: list[tuple[int, dist.Work, Bytes]]) -> None:
-        for to, work, buffer in leaving:
+    def _wait_for(self, leaving: list[tuple[int, dist.Work, Tensor]]) -> None:
+        for to, work, _ in leaving:
             with self.doing.waiting(to), self._connected(to, "send to"):
                 work.wait()
-            self._free[buffer.numel()].append(buffer)
 
     def gather(self, value: Any) -> list[Any]:
         text = json.dumps(value).encode()
@@ -132,7 +159,7 @@ class ProcessTransport(Transport):
         under_way = []
         with self.doing.waiting(None), self._connected(None, "average with"):
             for bucket in buckets(tensors):
-                vector = flat(bucket).to(self._buffers_on)
+                vector = flat(bucket).to(self._wire)
                 under_way.append((bucket, vector, dist.all_reduce(vector, group=self._data, async_op=True)))
             for bucket, vector, work in under_way:
                 assert work is not None
@@ -161,10 +188,6 @@ class ProcessTransport(Transport):
             whom = "the others" if other is None else f"rank {other}"
             at = f"{self.place}, tick {self.doing.tick}, {self.doing.what}"
             raise LostRank(f"{at}: cannot {verb} {whom} ({reason})") from error
-
-    def _buffer(self, size: int) -> Bytes:
-        free = self._free[size]
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._buffers_on)
 
     def _process(self, rank: int) -> int:
         return rank * self.place.replicas + self.place.replica

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from petra.execution.envelope import Envelope, Template
+from petra.execution.envelope import Template, check_label, make_label, payload
 from petra.execution.transport import Arrival, Place, Transport, flat, spread
 from petra.schedule import Action, Deadlock
 
@@ -64,11 +64,11 @@ class ThreadTransport(Transport):
         self._together = together
 
     def send(self, to: int, label: Action, tensors: Template) -> None:
-        envelope = Envelope.like(tensors)
-        buffer = torch.empty(envelope.size, dtype=torch.uint8)
-        envelope.pack(tensors, buffer, label)
-        self.sent[to, label.kind.value] += envelope.payload
-        self._together.channels[self.place.replica, self.place.rank, to].append(buffer)
+        message = [t.clone() for t in tensors if t is not None]
+        self.sent[to, label.kind.value] += payload(message)
+        self._together.channels[self.place.replica, self.place.rank, to].append(
+            (make_label(label, message, True), message)
+        )
         self._together.turns.changed()
 
     def receive(self, source: int, label: Action, template: Template) -> Arrival:
@@ -80,9 +80,11 @@ class ThreadTransport(Transport):
         def arrive() -> Template:
             with self.doing.waiting(source):
                 self._together.turns.wait_until(lambda: len(channel) >= number)
-            buffer, channel[number - 1] = channel[number - 1], None
-            assert buffer is not None
-            return Envelope.like(template).unpack(buffer, self.device, label)
+            message, channel[number - 1] = channel[number - 1], None
+            assert message is not None
+            check_label(message[0], label, message[1], True)
+            arrived = iter(message[1])
+            return tuple(None if t is None else next(arrived) for t in template)
 
         return arrive
 
@@ -106,7 +108,7 @@ class _Together:
 
     def __init__(self, processes: int) -> None:
         self.turns = Turns(processes)
-        self.channels: dict[tuple[int, int, int], list[Tensor | None]] = defaultdict(list)
+        self.channels: dict[tuple[int, int, int], list[tuple[Tensor, list[Tensor]] | None]] = defaultdict(list)
         self.expected: dict[tuple[int, int, int], int] = defaultdict(int)
         self._rounds: dict[tuple[range, int], dict[int, Any]] = defaultdict(dict)
         self._calls: dict[tuple[range, int], int] = defaultdict(int)

@@ -78,7 +78,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, to: int, label: Action, tensors: Template) -> None:
-        """Hand over the message that comes from ``label``; the tensors are free when this returns."""
+        """Hand over the message that comes from ``label``; nobody may write into the tensors afterwards."""
 
     @abstractmethod
     def receive(self, source: int, label: Action, template: Template) -> Arrival:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import torch
 from torch import Tensor
 
 from petra.execution import ProcessTransport, Stage
@@ -85,10 +86,11 @@ def _strike(trainer: Trainer, kind: str) -> None:
 def _corrupt_next(transport: ProcessTransport) -> None:
     post = transport._post
 
-    def damaged(to: int, buffer: Tensor) -> None:
-        buffer[len(buffer) // 3] += 1
+    def damaged(to: int, message: list[Tensor]) -> None:
+        data = message[-1].clone()
+        data.view(-1).view(torch.uint8)[data.numel() // 3] += 1
         transport._post = post  # type: ignore[method-assign]
-        post(to, buffer)
+        post(to, [*message[:-1], data])
 
     transport._post = damaged  # type: ignore[method-assign]
 
