@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from petra import methods, models
 from petra.cli.options import order_option, whole_numbers
-from petra.execution import ProcessTransport, Transport, partition
-from petra.measure import Link, MemoryProbe, Plan, Profile, Stopwatch, environment, make_plan, profile
+from petra.execution import ProcessTransport, Rehearsal, Transport, partition
+from petra.execution.templates import shapes_of
+from petra.measure import Link, MemoryProbe, Plan, Profile, Stopwatch, environment, make_plan, profile, tick_seconds
 from petra.methods import METHODS, Method
 from petra.reversible import Network, ReversibleLayer
 from petra.schedule import Action, Kind, Order
@@ -291,10 +292,13 @@ class _Rank:
         self.say("timing them on one rank alone, as in basic model parallelism")
         other = self.profile(network, basic, alone=True)
         link = self.link()
+        self.say("timing a pipeline of many small stages, to see how ranks at work slow each other")
+        own, waiting = self.calibrate(method, own, link)
         self.say("choosing a cut")
         plan = self.plan(network, method, own, other, link)
         if isinstance(plan, str):
             return {"error": plan}
+        plan = replace(plan, tick=plan.tick * waiting)
         measured = None
         if case.measure:
             self.say(f"timing {method.name} on stages of {','.join(map(str, plan.stages))} layers")
@@ -326,6 +330,31 @@ class _Rank:
             )
         said = self.transport.gather(None if found is None else found.to_json())
         return Profile.median([Profile.from_json(one) for one in said if one is not None])
+
+    def calibrate(self, method: Method, own: Profile, link: Link) -> tuple[Profile, float]:
+        """The profile as layers take in a running pipeline, and how much longer a tick is there than on paper.
+
+        Layers that are timed one after the other do not feel what messages and neighbours do to caches, memory
+        and cores. So a pipeline of some other cut is run, and what its stages take more is put on their layers.
+        """
+        layers, ranks = len(own.layers), self.case.ranks
+        cuts = partition(layers, min(layers, 2 * ranks))
+        placement = [rank for rank, owned in enumerate(partition(len(cuts), ranks)) for _ in owned]
+        order = None if isinstance(self.case.order, list) else self.case.order
+        trial = Plan([len(cut) for cut in cuts], placement, [], 0.0, 0.0, [], [], [])
+        found = self.measure(method, order, trial)
+        k = self.case.accumulate
+        factors = [0.0] * layers
+        for cut, seconds in zip(cuts, found["stages"], strict=True):
+            factor = seconds / own.stage(cut).per_tick(k)
+            for layer in cut:
+                factors[layer] = factor
+        real = own.scaled(factors)
+        chosen = choose_order(method, len(cuts), k, order)
+        shapes = Rehearsal(list(self.case.network()), cuts, method).shapes(shapes_of((self.inputs,)))
+        ways = [[link.of(message) for message in messages] for messages in (shapes.ups[1:], shapes.downs[:-1])]
+        on_paper = tick_seconds(chosen, placement, [real.stage(cut) for cut in cuts], *ways)
+        return real, max(1.0, found["tick"] / on_paper)
 
     def link(self) -> Link:
         """What a message between the first two ranks takes, from small and large ones sent to and fro."""
@@ -392,25 +421,30 @@ class _Rank:
             transport=self.transport,
             placement=plan.placement,
         )
-        watches = [Stopwatch(stage) for stage in trainer.stages]
+        watches = {stage.index: Stopwatch(stage) for stage in trainer.stages}
         for _ in range(k * -(-(2 * trainer.order.staleness(0) + 2) // k)):
             self.step(trainer)
         size = k * -(-max(1, self.case.ticks // 4) // k)  # of a window: whole updates
-        ticks, own = [], []
+        ticks: list[float] = []
+        own: dict[int, list[float]] = {index: [] for index in watches}
         for _ in range(max(1, self.case.ticks // size)):
-            before = sum(watch.total for watch in watches)
+            before = {index: watch.total for index, watch in watches.items()}
             dist.barrier()
             began = time.perf_counter()
             for _ in range(size):
                 self.step(trainer)
             dist.barrier()
             ticks.append((time.perf_counter() - began) / size)
-            own.append((sum(watch.total for watch in watches) - before) / size)
+            for index, watch in watches.items():
+                own[index].append((watch.total - before[index]) / size)
         memory = max(self.held(trainer) for _ in range(k))
         trainer.drain()
+        said = self.transport.gather([[index, statistics.median(seconds)] for index, seconds in own.items()])
+        stages = dict(pair for pairs in said for pair in pairs)
         return {
             "tick": self.transport.gather(statistics.median(ticks))[0],
-            "own": self.transport.gather(statistics.median(own)),
+            "own": [sum(seconds for _, seconds in pairs) for pairs in said],
+            "stages": [stages[index] for index in range(len(stages))],
             "memory": self.transport.gather(memory),
         }
 

@@ -29,10 +29,10 @@ class Blocks:
     def empty_like(self, template: Tensor, device: torch.device) -> Tensor:
         """An uninitialised tensor of that shape and dtype."""
         if device.type != "cpu":
-            return torch.empty_like(template, device=device)  # the GPU's allocator does just this
+            return torch.empty(template.shape, dtype=template.dtype, device=device)  # its allocator does just this
         size = template.numel() * template.element_size()
         if size == 0:
-            return torch.empty_like(template, device=device)
+            return torch.empty(template.shape, dtype=template.dtype)
         free = self._free[size]
         block = free.pop() if free else torch.empty(size, dtype=torch.uint8)
         # Tensors in this memory keep the array alive, which torch made for them alone: when it dies, they are gone.
@@ -93,7 +93,7 @@ class ProcessTransport(Transport):
                     self._groups[source, to] = group
 
     def send(self, to: int, label: Action, tensors: Template) -> None:
-        message = [t.to(self._wire) for t in tensors if t is not None]
+        message = [t.contiguous().to(self._wire) for t in tensors if t is not None]
         self.sent[to, label.kind.value] += payload(message)
         tag = [make_label(label, message, self._verify)] if self._labelled else []
         self._post(to, [*tag, *message])

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from petra.execution import DoesNotFit, Rehearsal, assign, balance, partition
-from petra.execution.envelope import Template
+from petra.execution.envelope import Template, payload
 from petra.execution.templates import shapes_of
 from petra.measure.forecast import Forecast, Loss, OptimizerFactory
 from petra.measure.memory import StageMemory
@@ -182,7 +182,7 @@ class _Planner:
     def _plan(self, cuts: list[range], placement: list[int], order: Order, memory: list[int]) -> Plan:
         shapes = Rehearsal(self.forecast.layers, cuts, self.forecast.method).shapes(shapes_of(self.forecast.inputs))
         ups, downs = shapes.ups[1:], shapes.downs[:-1]
-        ways = [_seconds(self.link, message) for message in ups], [_seconds(self.link, message) for message in downs]
+        ways = [self.link.of(message) for message in ups], [self.link.of(message) for message in downs]
         seconds = [0.0] * (max(placement) + 1)
         for cut, rank in zip(cuts, placement, strict=True):
             seconds[rank] += self._seconds([cut], order)
@@ -279,8 +279,4 @@ def _total(rows: Sequence[StageMemory]) -> int:
 
 
 def _size(message: Template) -> int:
-    return sum(x.numel() * x.element_size() for x in message if x is not None)
-
-
-def _seconds(link: Link, message: Template) -> float:
-    return link.seconds(sum(x is not None for x in message), _size(message))
+    return payload([x for x in message if x is not None])

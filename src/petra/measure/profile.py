@@ -57,6 +57,11 @@ class Profile:
         recorded = self.records[cut.start] if cut.stop == len(self.layers) else ()
         return sum((self.recorded[i] if i in recorded else self.layers[i] for i in cut), Seconds())
 
+    def scaled(self, factors: Sequence[float]) -> Profile:
+        """With the seconds of each layer times its factor."""
+        layers = [s * factor for s, factor in zip(self.layers, factors, strict=True)]
+        return Profile(layers, {i: s * factors[i] for i, s in self.recorded.items()}, self.records)
+
     def to_json(self) -> list[Any]:
         """Plain values that `from_json` reads."""
         recorded = [[i, astuple(s)] for i, s in self.recorded.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from petra.execution.envelope import Template, payload
 from petra.measure.profile import Seconds
 from petra.schedule import Kind, Order
 
@@ -16,9 +17,10 @@ class Link:
     latency: float = 0.0
     bandwidth: float = float("inf")
 
-    def seconds(self, tensors: int, size: int) -> float:
-        """Until a message has arrived."""
-        return tensors * self.latency + size / self.bandwidth
+    def of(self, message: Template) -> float:
+        """Seconds until a message has arrived."""
+        tensors = [t for t in message if t is not None]
+        return len(tensors) * self.latency + payload(tensors) / self.bandwidth
 
 
 def tick_seconds(
