@@ -196,3 +196,28 @@ def test_batches_refuse_what_makes_no_sense() -> None:
     for start in (-1, 3):
         with refused(f"start is {start}", "0 to 2"):
             batches.epoch(0, start)
+
+
+@given(st.integers(1, 4), st.integers(4, 9))
+def test_shares_of_replicas_put_together_are_the_whole_batch(replicas: int, batch_size: int) -> None:
+    data = numbered(23, crop_padding=1, flip=True)
+    whole = Batches(data, "train", batch_size, seed=3)
+    parts = [Batches(data, "train", batch_size, seed=3, share=(r, replicas)) for r in range(replicas)]
+    assert {len(p) for p in parts} <= {len(whole), len(whole) - 1}  # the last is left out if it is too small for all
+    for i, batches in enumerate(zip(*(p.epoch(2) for p in parts), strict=True)):
+        images, labels = list(whole.epoch(2))[i]
+        assert whole.size(i) == len(labels)
+        assert torch.equal(torch.cat([b[0] for b in batches]), images)
+        assert torch.equal(torch.cat([b[1] for b in batches]), labels)
+
+
+def test_test_shares_leave_no_sample_out() -> None:
+    data = numbered(11)
+    count = len(data.test_labels)
+    parts = [Batches(data, "test", 4, share=(r, 3)) for r in range(3)]
+    assert sum(len(labels) for part in parts for _, labels in part.epoch(0)) == count
+
+
+def test_a_batch_too_small_for_its_replicas_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size is 2 for 3 replicas"):
+        Batches(numbered(9), "train", 2, share=(0, 3))

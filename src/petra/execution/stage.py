@@ -175,8 +175,11 @@ class Stage:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        statistics = [b for layer in self.chain.layers for b in layer.buffers() if b.is_floating_point()]
-        self.average([*gradients, *statistics])
+        self.average([*gradients, *self.statistics()])
+
+    def statistics(self) -> list[Tensor]:
+        """Running statistics: buffers that training moves."""
+        return [b for layer in self.chain.layers for b in layer.buffers() if b.is_floating_point()]
 
     def predict(self, inputs: Streams) -> Streams:
         """Outputs in evaluation mode; touches nothing."""

@@ -168,8 +168,12 @@ class Run:
                     self._epoch(stop)
             return self._finish()
         finally:
-            self.progress.close()
-            self.metrics.close()
+            self.close()
+
+    def close(self) -> None:
+        """Leave terminal and files."""
+        self.progress.close()
+        self.metrics.close()
 
     def _epoch(self, stop: threading.Event) -> None:
         position = self.position

@@ -228,7 +228,8 @@ class Trainer:
         stages = {}
         for stage in self.stages:
             weights = states.save_weights(stage, self._network_of(stage.index), self._names)
-            flight = {**stage.in_flight(), **self.executor.waiting(stage.index)}
+            # Between two updates, replicas have running statistics of their own.
+            flight = {**stage.in_flight(), **self.executor.waiting(stage.index), "statistics": stage.statistics()}
             stages[stage.index] = {"weights": weights, "flight": flight}
         return {"layout": self.layout, "executor": executor, "stages": stages}
 
@@ -245,6 +246,8 @@ class Trainer:
             self._load_network(stage.index, saved["weights"]["network"])
             states.load_weights(stage, saved["weights"], self._names)
             stage.load_in_flight(saved["flight"])
+            for own, value in zip(stage.statistics(), saved["flight"]["statistics"], strict=True):
+                own.copy_(value)
         flights = {stage.index: state["stages"][stage.index]["flight"] for stage in self.stages}
         self.executor.load_state_dict(_moved(state["executor"], self.device), _moved(flights, self.device))
 

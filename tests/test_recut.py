@@ -1,0 +1,227 @@
+"""Checkpoints of all ranks: whole or not at all, and read with other stages, ranks and replicas."""
+
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from petra.execution import Alone, run_together
+from petra.training import checkpoint
+from petra.training.checkpoint import Checkpoints
+from petra.training.config import RunConfig
+from petra.training.data import load
+from petra.training.run import Run
+
+CONFIG = RunConfig(
+    model="revnet18",
+    model_options={"width": 4, "depths": [1, 1]},
+    data="digits",
+    stages=4,
+    batch_size=64,
+    epochs=2,
+    accumulate=2,
+    lr=0.05,
+    warmup_epochs=0.5,
+)
+DATA = load("digits", seed=0)
+
+
+def make(folder, transport=None, resume=False, **changes):
+    run = Run(replace(CONFIG, **changes), folder, transport=transport, resume=resume, quiet=True, data=DATA)
+    OPEN.append(run)
+    return run
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closing():
+    yield
+    for run in OPEN:
+        run.close()
+
+
+def evaluated(run):
+    return run.trainer.evaluate(run.test.epoch(0))
+
+
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory):
+    """One of two epochs done with four stages, micro-batches in flight; and what it is like once they are through."""
+    folder = tmp_path_factory.mktemp("half") / "run"
+    run = make(folder)
+    run._epoch(threading.Event())
+    assert run.trainer.executor.in_flight
+    run.position.count(run.trainer.drain())
+    return folder, evaluated(run), run
+
+
+def resumed(half_way, tmp_path, transport=None, **changes):
+    folder = tmp_path / "run"
+    if not folder.exists():
+        shutil.copytree(half_way[0], folder)
+    return make(folder, transport, resume=True, **changes)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, [1, 2, 1]])
+def test_four_stages_resume_at_another_cut(half_way, tmp_path, stages):
+    run = resumed(half_way, tmp_path, stages=stages)
+    assert evaluated(run) == half_way[1]
+    old = half_way[2]
+    assert (run.position.loss, run.position.samples) == (
+        old.position.loss,
+        old.position.samples,
+    )  # none lost, none twice
+    assert run.position.samples > 0
+    momenta = {n: s["momentum_buffer"] for n, s in named_state(old).items()}
+    assert all(torch.equal(s["momentum_buffer"], momenta[n]) for n, s in named_state(run).items())
+    assert learning_rates(run) == learning_rates(old)
+    assert {stage.updates for stage in run.trainer.stages} == {stage.updates for stage in old.trainer.stages}
+    assert run.trainer.stages[0].scheduler.last_epoch == old.trainer.stages[0].scheduler.last_epoch
+    summary = run()
+    assert summary["stages"] == [4] if stages == 1 else len(summary["stages"]) == len(run.trainer.layout["stages"])
+    assert summary["test_accuracy"] > 0.2
+
+
+def named_state(run):
+    names = {p: name for name, p in run.trainer.network.named_parameters()}
+    return {names[p]: state for stage in run.trainer.stages for p, state in stage.optimizer.state.items()}
+
+
+def learning_rates(run):
+    names = {p: name for name, p in run.trainer.network.named_parameters()}
+    groups = [group for stage in run.trainer.stages for group in stage.optimizer.param_groups]
+    return {names[p]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+
+
+def test_a_checkpoint_in_flight_goes_on_exactly_with_any_number_of_ranks(half_way, tmp_path):
+    alone = resumed(half_way, tmp_path / "alone")()
+    for ranks in (2, 4):
+        folder = tmp_path / f"{ranks}"
+        shutil.copytree(half_way[0], folder / "run")
+        summaries = run_together(lambda t, folder=folder: resumed(half_way, folder, t)(), ranks)
+        assert summaries[-1]["weights_sha256"] == alone["weights_sha256"]
+        metrics = [(path / "run" / "metrics.jsonl").read_text().splitlines() for path in (folder, tmp_path / "alone")]
+        assert len(metrics[0]) == len(metrics[1]) == 2
+    # and back again, from ranks to one process
+    back = make(tmp_path / "4" / "run", resume=True)
+    assert back.position.finished
+
+
+def test_replicas_can_change(tmp_path):
+    def half(transport):
+        run = make(tmp_path / "run", transport, replicas=2)
+        run._epoch(threading.Event())
+        assert run.trainer.executor.in_flight
+        run.trainer.drain()
+        return evaluated(run)
+
+    def half_again(transport):
+        run = make(tmp_path / "run", transport, resume=True, replicas=2)
+        run.trainer.drain()
+        return evaluated(run)
+
+    first = run_together(half, 2, 2)[0]
+    second = run_together(half_again, 1, 2)[0]  # in flight, on other ranks
+    assert first == second
+    run = make(tmp_path / "run", resume=True, replicas=1)
+    found = evaluated(run)
+    assert found.accuracy == first.accuracy
+    assert found.loss == pytest.approx(first.loss)
+    assert run.position.samples > 0
+    run()
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 1}, {"seed": 1}, {"method": "delayed"}, {"messages": "bf16"}])
+def test_what_cannot_change_is_refused(half_way, tmp_path, change):
+    with pytest.raises(ValueError, match=f"the checkpoint was written with {next(iter(change))}"):
+        resumed(half_way, tmp_path, **change)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def write(checkpoints, value):
+    stages = {i: {"weights": {"value": torch.tensor(value)}, "flight": {"m": value}} for i in range(3)}
+    checkpoints.save({"value": value}, stages)
+
+
+def read(folder):
+    checkpoints = Checkpoints(folder, Alone())
+    stages = [checkpoints.stage(i) for i in range(3)]
+    values = {checkpoints.run()["value"]}
+    values |= {int(s["weights"]["value"]) for s in stages} | {s["flight"]["m"] for s in stages}
+    (value,) = values  # all parts are of the same checkpoint
+    return value
+
+
+def test_a_crash_at_any_step_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    """Every call that changes the disk is in turn the one at which the process ends."""
+    steps = {Path: ("open", "replace", "unlink", "rmdir", "mkdir")}
+    ends = []
+    for crash_at in range(100):
+        folder = tmp_path / str(crash_at)
+        write(Checkpoints(folder, Alone()), 1)
+        left = [crash_at]
+        with monkeypatch.context() as patch:
+            for owner, names in steps.items():
+                for name in names:
+                    patch.setattr(owner, name, crashing(getattr(owner, name), left))
+            try:
+                write(Checkpoints(folder, Alone()), 2)
+                done = True
+            except Crash:
+                done = False
+        ends.append(read(folder))
+        write(Checkpoints(folder, Alone()), 3)  # and the next one works over what was left behind
+        assert read(folder) == 3
+        assert len(list(folder.iterdir())) == 2
+        if done:
+            break
+    assert done
+    assert ends[0] == 1
+    assert ends[-1] == 2
+    assert ends == sorted(ends)
+    assert 10 < crash_at < 99
+
+
+def crashing(original, left):
+    def step(*arguments, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Crash
+        return original(*arguments, **options)
+
+    return step
+
+
+def test_a_rank_that_cannot_write_is_named_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
+    def work(transport):
+        checkpoints = Checkpoints(tmp_path, transport)
+        rank = transport.place.rank
+        checkpoints.save({"value": 1}, {rank: {"weights": {}, "flight": {}}})
+        if rank == 1:
+            raise_once = iter([True])
+            original = checkpoint.save
+
+            def full(path, state):
+                if path.name == "stage1.pt" and next(raise_once, False):
+                    raise OSError(28, "No space left on device")
+                original(path, state)
+
+            monkeypatch.setattr(checkpoint, "save", full)
+        with pytest.raises(OSError, match=r"rank 1: the checkpoint could not be written \(No space left on device\)"):
+            checkpoints.save({"value": 2}, {rank: {"weights": {}, "flight": {}}})
+        before = Checkpoints(tmp_path, transport).run()["value"]
+        transport.gather(None)
+        checkpoints.save({"value": 3}, {rank: {"weights": {}, "flight": {}}})
+        return before, Checkpoints(tmp_path, transport).run()["value"]
+
+    found = run_together(work, 2)
+    assert [before for before, _ in found] == [1, 1]
+    assert found[1][1] == 3

@@ -1,0 +1,102 @@
+"""The trace of several ranks: whole, on one clock, and with idle times that can be checked by hand."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+from networks import batches, reversible_network
+from trainers import make
+
+from petra.execution import run_together
+from petra.measure.timeline import Event, Timeline, Trace, align
+from petra.schedule import Action, Kind, low_staleness
+
+RANKS, TICKS = 3, 12
+
+
+@pytest.fixture(scope="module")
+def trace():
+    def work(transport):
+        torch.manual_seed(0)
+        trainer = make(reversible_network(4), stages=RANKS, transport=transport)
+        timeline = Timeline(trainer.executor, transport, TICKS)
+        ticks = 0
+        for x, y in list(batches(5)) * 3:
+            trainer.step(x, y)
+            ticks += 1
+            if timeline.full:
+                break
+        assert ticks == TICKS
+        return timeline.finish()
+
+    traces = run_together(work, RANKS)
+    assert traces[0] == traces[1] == traces[2]
+    return traces[0]
+
+
+def test_every_action_of_every_rank_is_in_it(trace):
+    order = low_staleness(RANKS)
+    planned = [a for tick in range(TICKS) for phase in order.tick(tick, tick + 1) for a in phase]
+    for rank in range(RANKS):
+        found = [e.action for e in trace.events if e.process == rank]
+        assert found == [a for a in planned if a.stage == rank]
+
+
+def test_causes_come_before_effects(trace):
+    when = {e.action: e for e in trace.events}
+    for action, event in when.items():
+        assert event.asked <= event.began <= event.ended
+        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.UPDATE: 0}[action.kind]
+        user = when.get(Action(action.stage + step, action.kind, action.microbatch))
+        if step and user:
+            assert event.ended <= user.began + 2 * trace.clock_error
+
+
+def test_it_opens_as_one_trace(trace, tmp_path):
+    trace.save(tmp_path / "trace.json")
+    content = json.loads((tmp_path / "trace.json").read_text())
+    events = content["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1", "rank 2"}
+    spans = [e for e in events if e["ph"] == "X" and e["name"] != "wait"]
+    assert len(spans) == len(trace.events)
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
+    starts = {e["id"] for e in events if e["ph"] == "s"}
+    assert starts
+    assert starts == {e["id"] for e in events if e["ph"] == "f"}
+
+
+def test_idle_is_what_is_not_work():
+    def event(process, tick, start, stop):
+        return Event(process, tick, Action(process, Kind.FORWARD, tick), start, start, stop)
+
+    events = [event(0, t, 10 * t, 10 * t + 9) for t in range(10)] + [event(1, t, 10 * t, 10 * t + 5) for t in range(10)]
+    trace = Trace(events, ["rank 0", "rank 1"], 2, 0.0)
+    first, second = trace.idle()  # from 20 to 95
+    assert first == pytest.approx(1 - (7 * 9 + 5) / 75)
+    assert second == pytest.approx(1 - 8 * 5 / 75)
+    assert trace.table().splitlines()[-1].split() == ["rank", "1", "46.7%"]
+    short = Trace(events[:1], ["rank 0", "rank 1"], 2, 0.0)
+    assert short.idle() == []
+    assert "too short" in short.table()
+
+
+def test_clocks_that_differ_are_aligned(monkeypatch):
+    """Each thread reads a clock of its own; what is found out about it is right within the bounds."""
+    offsets = {}
+    real = time.perf_counter
+
+    def clock():
+        return real() + offsets.get(threading.get_ident(), 0.0)
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+
+    def work(transport):
+        offsets[threading.get_ident()] = 100.0 * transport.place.rank
+        return align(transport)
+
+    for rank, found in enumerate(run_together(work, RANKS)):
+        assert abs(found.offset - 100.0 * rank) <= found.error + 1e-9
+        assert found.error < 0.5
