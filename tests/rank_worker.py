@@ -40,7 +40,7 @@ def fingerprint(stage):
     momenta = [s.get("momentum_buffer") for s in stage.optimizer.state.values()]
     state = [v for layer in stage.chain.layers for v in layer.state_dict().values()]
     for tensor in (*state, *stage.gradients(), *momenta):
-        digest.update(b"none" if tensor is None else tensor.detach().contiguous().numpy().tobytes())
+        digest.update(b"none" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -48,6 +48,7 @@ def run(case, transport=None, broken=False):
     """For every tick, the fingerprint of every stage of this process; then losses and an evaluation."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     trainer = make_trainer(case, transport)
     if broken:  # a transport that delivers, but not quite
         send = transport.send
@@ -85,7 +86,8 @@ def main(rank, world, folder):
     for case in json.loads((folder / "cases.json").read_text()):
         replicas = case.get("replicas", 1)
         if replicas not in transports:
-            transports[replicas] = ProcessTransport(replicas=replicas, timeout=timedelta(seconds=60))
+            device = case["options"].get("device", "cpu")
+            transports[replicas] = ProcessTransport(device, replicas, timedelta(seconds=60))
         transport = transports[replicas]
         try:
             if replicas > 1:

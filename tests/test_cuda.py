@@ -5,14 +5,18 @@ import io
 import json
 
 import pytest
+import rank_worker
 import torch
+import torch.distributed as dist
 from networks import batches, mixed_network, reversible_network
 from reference import train_pipelined, train_sequential
 from test_exactness import assert_same_run, make_optimizer
+from test_ranks import run_ranks
+from trainers import same_weights, trained
 
 from petra import Network, ReversibleBlock, Trainer, check_invertible, models, plain_autograd
 from petra.cli.main import main
-from petra.execution import partition
+from petra.execution import ProcessTransport, partition
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -145,3 +149,42 @@ def test_a_state_from_the_cpu_loads_onto_the_gpu():
         t.drain()
     for a, b in zip(trainer.network.state_dict().values(), resumed.network.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_ranks_that_share_a_gpu_give_the_bits_of_one_process(tmp_path):
+    """Over gloo, because NCCL wants a GPU for each rank."""
+    options = {"stages": 4, "device": "cuda"}
+    cases = [
+        {"options": {**options, "method": "petra", "order": "lock-step"}},
+        {"options": {**options, "method": "petra", "order": "low-staleness", "accumulate": 2}},
+        {"options": {**options, "method": "delayed", "order": "lock-step"}},
+        {"options": {**options, "method": "reversible"}},
+        {"options": {**options, "method": "petra", "message_dtype": "bf16"}},
+    ]
+    expected = [json.loads(json.dumps(rank_worker.run(case))) for case in cases]
+    for world in (2, 4):
+        (tmp_path / str(world)).mkdir()
+        ranks = run_ranks(world, cases, tmp_path / str(world))
+        for number, case in enumerate(expected):
+            for tick, stages in enumerate(case["ticks"]):
+                found = {stage: v for rank in ranks for stage, v in rank[number]["ticks"][tick].items()}
+                assert found == stages, (world, number, tick)
+
+
+def test_nccl_with_the_one_rank_that_one_gpu_allows(tmp_path):
+    """Groups, gathering, averaging and questions; messages between ranks need a second GPU."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        transport = ProcessTransport("cuda")
+        assert transport.gather({"a": [1, None]}) == [{"a": [1, None]}]
+        tensors = [torch.randn(5, device="cuda"), torch.randn(3, 3, device="cuda", dtype=torch.float64)]
+        before = [t.clone() for t in tensors]
+        transport.average(tensors)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+        assert [transport.any_soon(i == 2) for i in range(9)] == [i == 6 for i in range(9)]
+        network = mixed_network()
+        twin = copy.deepcopy(network)
+        options = {"device": "cuda", "stages": 3}
+        assert same_weights(trained(network, transport=transport, **options), trained(twin, **options))
+    finally:
+        dist.destroy_process_group()

@@ -40,14 +40,18 @@ class Case:
     ranks: int
     methods: tuple[tuple[str, str | None], ...] = BASIC
     accumulate: int = 1
+    width: int = 64
+    batch_size: int = 32
+    blocks: int = 0
+    """Of each rank, where the network is made of equal ones."""
 
 
 CASES = {
-    "balanced": Case("blocks", "blocks", 2),
+    "balanced": Case("blocks", "blocks", 2, width=16, batch_size=32, blocks=8),
     "paper18": Case("revnet18", "layers", 10),
     "paper34": Case("revnet34", "layers", 18),
     "partition": Case("revnet18", "cost", 8),
-    "1f1b": Case("blocks", "blocks", 8, AGAINST_1F1B, accumulate=8),
+    "1f1b": Case("blocks", "blocks", 8, AGAINST_1F1B, accumulate=8, width=32, batch_size=16, blocks=2),
     "1f1b-partition": Case("revnet18", "cost", 8, AGAINST_1F1B, accumulate=8),
 }
 SMOKE = {"width": 8, "batch_size": 4, "blocks": 1, "ticks": 2, "rounds": 2, "profile_ticks": 2, "limit": 120.0}
@@ -60,8 +64,8 @@ def settings(options: argparse.Namespace, name: str) -> argparse.Namespace:
     chosen.model, chosen.cut, chosen.methods = case.model, case.cut, case.methods
     chosen.accumulate = options.accumulate or case.accumulate
     small = case.model == "blocks"
-    chosen.width = options.width or (32 if small else 64)
-    chosen.batch_size = options.batch_size or (16 if small else 64)
+    for size in ("width", "batch_size", "blocks"):
+        setattr(chosen, size, getattr(options, size) or getattr(case, size))
     chosen.ranks = options.ranks or case.ranks
     if options.smoke:
         vars(chosen).update(SMOKE)
@@ -128,7 +132,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, help="balanced if left out; with --smoke all of them")
     parser.add_argument("--smoke", action="store_true", help="tiny, to see that it runs; results are thrown away")
     parser.add_argument("--ranks", type=int, help="where the case leaves a choice")
-    parser.add_argument("--blocks", type=int, default=2, help="of each rank, where blocks are equal")
+    parser.add_argument("--blocks", type=int, help="of each rank, where blocks are equal")
     parser.add_argument("--width", type=int, help="32 for equal blocks, 64 for RevNets")
     parser.add_argument("--batch-size", type=int, help="of a micro-batch; 16 for equal blocks, 64 for RevNets")
     parser.add_argument("--accumulate", type=int, help="micro-batches an update; 1, in the 1f1b cases 8")
