@@ -157,6 +157,7 @@ class LocalExecutor:
         self.acting = action.stage
         what = f"{_WORDS[action.kind]} of micro-batch {action.microbatch} on stage {action.stage}"
         self.doing.now(what, self._start + self._tick)
+        self.doing.set_up = True
         return self._now()
 
     def _now(self) -> float:

@@ -49,6 +49,8 @@ class Doing:
     """For which, if it is a certain one."""
     times: int = 0
     """Grows whenever something new begins."""
+    set_up: bool = False
+    """Whether the first action has begun."""
 
     def now(self, what: str, tick: int | None = None) -> None:
         """Something new begins."""

@@ -104,7 +104,7 @@ class Watchdog:
         if doing.times != self._own[0]:
             self._own = (doing.times, now)
         # Setting up may take long, with data to be read and decoded.
-        if doing.times > 0 and not doing.waits and now - self._own[1] > self._timeout:
+        if doing.set_up and not doing.waits and now - self._own[1] > self._timeout:
             self._end(f"is stuck in tick {doing.tick}, {doing.what}, for {now - self._own[1]:.0f} s", None)
         self._beats += 1
         keys = [f"doing/{process}" for process in range(len(self._names)) if process != self._process]
