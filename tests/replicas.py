@@ -38,6 +38,6 @@ def train_replicas(transport=None, uneven=False, **options):
         rows = slice(None, 7) if uneven and i % 3 == 0 else slice(None)
         x, y = x[rows], y[rows]
         share = [t.tensor_split(place.replicas)[place.replica] for t in (x, y)]
-        trainer.step(*share, samples=len(y))
+        trainer.step(*share, weight=len(share[1]) * place.replicas / len(y))
     trainer.drain()
     return {name: value for name, value in trainer.network.state_dict().items() if not value.is_meta}

@@ -203,12 +203,17 @@ def test_shares_of_replicas_put_together_are_the_whole_batch(replicas: int, batc
     data = numbered(23, crop_padding=1, flip=True)
     whole = Batches(data, "train", batch_size, seed=3)
     parts = [Batches(data, "train", batch_size, seed=3, share=(r, replicas)) for r in range(replicas)]
-    assert {len(p) for p in parts} <= {len(whole), len(whole) - 1}  # the last is left out if it is too small for all
+    assert {len(p) for p in parts} == {len(whole)}
     for i, batches in enumerate(zip(*(p.epoch(2) for p in parts), strict=True)):
         images, labels = list(whole.epoch(2))[i]
+        weights = [p.weight(i) for p in parts]
         assert whole.size(i) == len(labels)
-        assert torch.equal(torch.cat([b[0] for b in batches]), images)
-        assert torch.equal(torch.cat([b[1] for b in batches]), labels)
+        assert sum(weights) == pytest.approx(replicas)
+        assert all(len(b[1]) > 0 for b in batches)  # one without a sample has a stand-in
+        real = [b for b, weight in zip(batches, weights, strict=True) if weight > 0]
+        assert [w * len(labels) / replicas for w in weights if w > 0] == pytest.approx([len(b[1]) for b in real])
+        assert torch.equal(torch.cat([b[0] for b in real]), images)
+        assert torch.equal(torch.cat([b[1] for b in real]), labels)
 
 
 def test_test_shares_leave_no_sample_out() -> None:

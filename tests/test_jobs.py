@@ -169,14 +169,54 @@ def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tm
     assert result(tmp_path / "run") == alone
 
 
-def test_torchrun_starts_a_killed_job_anew_and_it_goes_on_exactly(alone, tmp_path):
+@pytest.mark.parametrize("given", [[], ["--overwrite"]])
+def test_torchrun_starts_a_killed_job_anew_and_it_goes_on_exactly(alone, tmp_path, given):
     torchrun = (
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
         *("-m", "petra"),
     )
-    error = run("--out", tmp_path / "run", fault="kill:1:17", program=torchrun)
+    error = run(*given, "--out", tmp_path / "run", fault="kill:1:17", program=torchrun)
     assert "rank 1 is gone or stuck" in error
     assert result(tmp_path / "run") == alone
+
+
+class TestRestarts:
+    """What a process does that torchrun has started a second time; one process is enough to see it."""
+
+    @pytest.fixture(autouse=True)
+    def restarted(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "this job")
+        monkeypatch.chdir(tmp_path)
+
+    def train(self, *arguments):
+        return main([*SMALL, "--epochs", "1", *arguments])
+
+    def test_a_run_of_this_job_goes_on_whatever_was_asked_for(self, tmp_path, monkeypatch, capsys):
+        folder = tmp_path / "runs" / "revnet18-petra"
+        assert self.train() == 0  # without --out
+        before = (folder / "checkpoint" / "latest.json").read_bytes()
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        for given in ([], ["--overwrite"], ["--out", str(folder)]):
+            assert self.train(*given) == 0
+            assert (folder / "checkpoint" / "latest.json").read_bytes() == before
+
+    def test_a_run_of_another_job_is_refused_again(self, tmp_path, monkeypatch, capsys):
+        assert self.train() == 0
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")
+        assert self.train() == 2
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert self.train() == 2
+        assert "holds a run already" in capsys.readouterr().err
+
+
+def test_replicas_resume_exactly(tmp_path):
+    options = ("--replicas", 2, "--accumulate", 2, "--checkpoint-every", 3)
+    run(*options, "--out", tmp_path / "straight")
+    code, error = end(start(*options, "--out", tmp_path / "run", fault="kill:0:11"))
+    assert code == 1, error
+    run(*options, "--resume", "--out", tmp_path / "run")
+    first, second = (result(tmp_path / name) for name in ("run", "straight"))
+    assert first[:2] == second[:2]
 
 
 def test_a_job_that_is_asked_to_stop_writes_one_checkpoint_and_goes_on(alone, tmp_path):

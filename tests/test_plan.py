@@ -276,7 +276,7 @@ def test_the_command_plans_and_tries(tmp_path):
     result = json.loads(file.read_text())
     stages = result["plan"]["stages"]
     assert sum(stages) == 4
-    assert f"to train with: --ranks 2 --stages {stages[0]},{stages[1]}" in done.stdout
+    assert f"to train with: --method petra --ranks 2 --stages {','.join(map(str, stages))}" in done.stdout
     assert all(
         0 <= real - said <= 8 for said, real in zip(result["plan"]["memory"], result["measured"]["memory"], strict=True)
     )

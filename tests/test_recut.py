@@ -1,5 +1,6 @@
 """Checkpoints of all ranks: whole or not at all, and read with other stages, ranks and replicas."""
 
+import json
 import shutil
 import threading
 from dataclasses import replace
@@ -225,3 +226,55 @@ def test_a_rank_that_cannot_write_is_named_and_the_last_checkpoint_stays(tmp_pat
     found = run_together(work, 2)
     assert [before for before, _ in found] == [1, 1]
     assert found[1][1] == 3
+
+
+def test_ranks_that_do_not_share_their_folder_are_told(tmp_path):
+    def work(transport):
+        folder = tmp_path / str(transport.place.rank)
+        Checkpoints(folder, transport).save({}, {transport.place.rank: {"weights": {}, "flight": {}}})
+
+    with pytest.raises(OSError, match=r"rank 0: the checkpoint could not be written .* on a disk that they share"):
+        run_together(work, 2)
+
+
+def test_ranks_that_see_different_checkpoints_are_told(tmp_path):
+    write(Checkpoints(tmp_path / "1", Alone()), 1)
+
+    def work(transport):
+        return Checkpoints(tmp_path / str(transport.place.rank), transport).exist()
+
+    with pytest.raises(ValueError, match="rank 1 has a last checkpoint 1, rank 0 has None"):
+        run_together(work, 2)
+
+
+def test_a_really_full_disk_is_named(tmp_path):
+    """Not a fault of ours: /dev/full is one by nature."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left on device"):
+        checkpoint.write_state(full, {"value": torch.ones(1000)})
+
+
+def test_memory_is_measured_again_for_other_stages(half_way, tmp_path):
+    run = resumed(half_way, tmp_path, stages=2)
+    assert run.position.memory == []
+    assert len(run()["memory_bytes"]) == 2
+
+
+def test_a_stand_in_is_not_counted(tmp_path):
+    """A last batch of one sample for two replicas: the run is as long as for one, and counts what is there."""
+    size = len(DATA.train_labels) - 1
+
+    def work(transport):
+        run = make(tmp_path / "run", transport, replicas=2, batch_size=size, epochs=1, accumulate=1)
+        summary = run()
+        return summary, run.position
+
+    (summary, _), _ = run_together(work, 1, 2)
+    assert summary["test_accuracy"] >= 0
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["step"] == 2
+    assert (record["train_accuracy"] * len(DATA.train_labels)) == pytest.approx(
+        round(record["train_accuracy"] * len(DATA.train_labels))
+    )

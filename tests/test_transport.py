@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from networks import batches, mixed_network, reversible_network
 from rank_worker import fingerprint
 from replicas import train_replicas
+from torch import nn
 from trainers import make
 
+from petra import Network
 from petra.execution import run_together
 from petra.execution.envelope import BadMessage, check_label, make_label, payload
 from petra.execution.processes import Blocks
@@ -145,7 +147,7 @@ def test_replicas_keep_the_same_weights_and_statistics():
         trainer = make(mixed_network(), transport=transport, stages=2, seed=3)
         for x, y in batches(9):
             share = [t.tensor_split(2)[transport.place.replica] for t in (x, y)]
-            trainer.step(*share, samples=len(y))
+            trainer.step(*share, weight=2 * len(share[1]) / len(y))
         trainer.drain()
         return trainer.network.state_dict()
 
@@ -190,6 +192,50 @@ def test_a_placement_that_cannot_be_is_refused(placement):
 def test_more_ranks_than_stages_are_refused():
     with pytest.raises(ValueError, match="there are 3 ranks for 2 stages"):
         run_together(lambda t: make(mixed_network(), transport=t, stages=2), 3)
+
+
+def test_one_sample_is_evaluated_like_in_one_process():
+    """Batch norm wants more than one while it trains; shapes for an evaluation must not be those of training."""
+
+    def work(transport=None):
+        torch.manual_seed(0)
+        network = Network(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+        trainer = make(network, method="backprop", stages=2, transport=transport)
+        return trainer.evaluate([(torch.ones(1, 8), torch.zeros(1, dtype=torch.long))])
+
+    assert run_together(work, 2) == [work()] * 2
+
+
+def test_replicas_treat_missing_and_sparse_gradients_like_one_process():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(9, 8, sparse=True)
+            self.unused = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.table(x).mean(1)
+
+    def work(transport=None):
+        torch.manual_seed(0)
+        network = Network(Words(), nn.Linear(8, 4))
+        trainer = make(
+            network,
+            method="backprop",
+            stages=2,
+            transport=transport,
+            optimizer=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.0),
+        )
+        place = trainer.transport.place
+        for i in range(4):
+            words, targets = torch.arange(12).view(4, 3).add(i) % 9, torch.tensor([0, 1, 2, 3])
+            trainer.step(*(t.tensor_split(place.replicas)[place.replica] for t in (words, targets)))
+        assert network[0].unused.grad is None
+        return network.state_dict()
+
+    expected = work()
+    for found in run_together(work, 1, 2):
+        assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
 class TestLabels:

@@ -13,7 +13,8 @@ from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
 from petra.training.data import load
-from petra.training.run import Run, refuse_to_overwrite, remove_run
+from petra.training.files import refuse_to_overwrite, remove_run
+from petra.training.run import Run
 
 
 def add_to(commands: Any) -> None:

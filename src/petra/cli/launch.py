@@ -24,11 +24,13 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
 
     def forward(number: int, frame: object) -> None:
+        asked.append(number)
         for process in started:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM)  # which, unlike Ctrl-C, is quiet while they still start
 
     usual: dict[int, Any] = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -42,11 +44,12 @@ def launch(arguments: Sequence[str], processes: int) -> int:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             }
             # A group of their own: Ctrl-C reaches them once, through this process.
             command = [sys.executable, "-m", "petra", *arguments]
             started.append(subprocess.Popen(command, env=variables, start_new_session=True))  # noqa: S603
-        return _wait(started)
+        return _wait(started, asked)
     finally:
         for process in started:
             if process.poll() is None:
@@ -56,13 +59,17 @@ def launch(arguments: Sequence[str], processes: int) -> int:
             signal.signal(number, handler)
 
 
-def _wait(started: list[subprocess.Popen[bytes]]) -> int:
+def _wait(started: list[subprocess.Popen[bytes]], asked: list[int]) -> int:
     deadline = float("inf")
     while any(process.poll() is None for process in started) and time.monotonic() < deadline:
         if deadline == float("inf") and any(process.poll() for process in started):
             deadline = time.monotonic() + PATIENCE
         time.sleep(0.05)
     codes = [process.poll() for process in started]
+    if asked and any(codes):
+        if 130 not in codes:  # else one of them has said it
+            print("petra: stopped before there was anything to keep", file=sys.stderr)
+        return 130
     for process, code in enumerate(codes):
         if code is not None and code < 0:
             print(f"petra: process {process} was ended by {signal.Signals(-code).name}", file=sys.stderr)

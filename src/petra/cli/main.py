@@ -11,7 +11,7 @@ from typing import NoReturn
 import petra
 from petra.cli import compare, lists, plan, schedule, train
 from petra.execution import Diverged
-from petra.execution.job import JobFailed, Spoken, processes
+from petra.execution.job import JobFailed, Spoken, first, met, processes
 from petra.training.run import Interrupted
 
 
@@ -61,12 +61,20 @@ def _fail(error: BaseException, code: int, word: str = "error: ") -> int:
     if os.environ.get("PETRA_TRACEBACK"):
         raise error
     text = next(iter(str(error).splitlines()), "stopped")
-    print(f"petra: {word}{text}", file=sys.stderr)
+    if _alone() or met() or first():  # before they meet, all processes find the same fault
+        print(f"petra: {word}{text}", file=sys.stderr)
     return _leave(code)
 
 
+def _alone() -> bool:
+    try:
+        return processes() == 1
+    except ValueError:
+        return True
+
+
 def _leave(code: int) -> int:
-    if processes() > 1:  # connections to ranks that are gone would keep the interpreter from ending
+    if not _alone():  # connections to ranks that are gone would keep the interpreter from ending
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

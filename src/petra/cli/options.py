@@ -104,7 +104,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 def set_up_device(options: argparse.Namespace) -> torch.device:
     """The device that was asked for, or an error if it is not there."""
     if options.threads is None and processes() > 1:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or processes())
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))  # ranks share the cores
     if options.threads is not None:
         if not 1 <= options.threads <= 4096:

@@ -10,12 +10,13 @@ from typing import Any
 
 from petra.cli.launch import launch
 from petra.cli.options import add_run_options, given, set_up_device, whole_numbers
-from petra.execution.job import Spoken, join, processes, restarts
+from petra.execution.job import Spoken, join, processes
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
 from petra.training.data import load
 from petra.training.faults import Fault, fail_at
-from petra.training.run import CONFIG, Interrupted, Run, refuse_to_overwrite, remove_run
+from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite, remove_run
+from petra.training.run import Interrupted, Run
 
 MAY_CHANGE = ("checkpoint_every", "stages", "order", "replicas")
 """Options that a resumed run may be given anew."""
@@ -60,9 +61,11 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and say what came out."""
-    options.resume = options.resume or restarts() > 0
+    folder = options.out or _default_folder(RunConfig.from_options(options.recipe, given(options)))
+    if begun_by_this_job(folder):  # torchrun starts it anew
+        options.resume, options.overwrite, options.out = True, False, folder
     config, folder = _configure(options)
-    if not options.timeout > 0:
+    if not 0 < options.timeout < 1e8:
         raise ValueError(f"--timeout is {options.timeout}: give seconds")
     if options.trace < 0:
         raise ValueError(f"--trace is {options.trace}: give a number of ticks")
@@ -160,4 +163,8 @@ def _configure(options: argparse.Namespace) -> tuple[RunConfig, Path]:
         return config, options.out
     config = RunConfig.from_options(options.recipe, asked)
     config.validate()
-    return config, options.out or Path("runs") / f"{config.model}-{config.method}"
+    return config, options.out or _default_folder(config)
+
+
+def _default_folder(config: RunConfig) -> Path:
+    return Path("runs") / f"{config.model}-{config.method}"

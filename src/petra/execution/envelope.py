@@ -1,4 +1,4 @@
-"""What goes with every message, so that one that is damaged or comes in place of another is noticed."""
+"""What goes with every message: which one it is, and a checksum that changes with any byte."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _entries(sender: Action, tensors: Sequence[Tensor], verify: bool) -> list[in
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Changes with every byte; as fast as memory can be read."""
+    """Changes if a byte does, not if words change places; as fast as memory can be read."""
     data = tensor.reshape(-1)
     if data.storage_offset() * data.element_size() % 8:
         data = data.clone()

@@ -32,12 +32,37 @@ class JobFailed(RuntimeError):
 
 def processes() -> int:
     """How many processes torchrun, or whoever sets its variables, has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _variable("WORLD_SIZE", 1)
 
 
 def restarts() -> int:
     """How often torchrun has started this job anew."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return _variable("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def job_name() -> str | None:
+    """What torchrun calls this job."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def first() -> bool:
+    """Whether this is the first of the processes."""
+    return _variable("RANK", 0) == 0
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ValueError(f"the variable {name} is {text!r}: it has to be a whole number, as torchrun sets it")
+    return int(text) if text else default
+
+
+_met: list[bool] = []
+
+
+def met() -> bool:
+    """Whether this process has met the others, so that what goes wrong is said by one of them."""
+    return bool(_met)
 
 
 @contextmanager
@@ -67,6 +92,7 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _own_gpu() else "gloo"
     dist.init_process_group(backend, store=store, rank=process, world_size=world, timeout=limit)
     transport = ProcessTransport(device, replicas, limit)
+    _met.append(True)
     names = [str(place) for place in transport.places()]
     watchdog = Watchdog(store, process, names, transport.doing, timeout)
     try:
@@ -96,4 +122,4 @@ def _leave(transport: Transport, watchdog: Watchdog) -> None:
 
 def _own_gpu() -> bool:
     """Whether every process of this machine has a GPU to itself, without which NCCL cannot work."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    return _variable("LOCAL_WORLD_SIZE", 1) <= torch.cuda.device_count()

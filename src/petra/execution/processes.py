@@ -91,6 +91,13 @@ class ProcessTransport(Transport):
                 group = dist.new_group(members, timeout=self._timeout)
                 if replica == self.place.replica:
                     self._groups[source, to] = group
+                # One number, now: NCCL opens a channel with its first message, and in a tick each of two ranks
+                # could wait for the other to begin with another one.
+                number = torch.zeros(1, device=self._wire)
+                if self._process(source) == dist.get_rank():
+                    dist.send(number, self._process(to), group=group)
+                elif self._process(to) == dist.get_rank():
+                    dist.recv(number, self._process(source), group=group)
 
     def send(self, to: int, label: Action, tensors: Template) -> None:
         message = [t.contiguous().to(self._wire) for t in tensors if t is not None]

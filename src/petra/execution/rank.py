@@ -107,13 +107,13 @@ class RankExecutor(LocalExecutor):
     def predict(self, inputs: Streams) -> Streams | None:  # type: ignore[override]
         """Outputs on the last stage's rank, None on the others."""
         self._transport.turn()
-        shapes = self._rehearsal.shapes(shapes_of(inputs))
+        ups = self._rehearsal.outputs(shapes_of(inputs))
         streams: Streams = inputs
         for stage in self.stages:
             self.doing.now(f"evaluation on stage {stage.index}")
             if stage.index > 0 and stage.index - 1 not in self._owned:
                 sent = Action(stage.index - 1, Kind.FORWARD, -1)
-                arrival = self._transport.receive(self._placement[sent.stage], sent, shapes.ups[stage.index])
+                arrival = self._transport.receive(self._placement[sent.stage], sent, ups[stage.index])
                 streams = tuple(x for x in arrival() if x is not None)
             streams = stage.predict(streams)
             if not stage.last and stage.index + 1 not in self._owned:

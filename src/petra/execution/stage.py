@@ -38,6 +38,8 @@ class Finished:
     loss: Tensor
     outputs: Any
     targets: Any
+    weight: float = 1.0
+    """Of its gradient in the mean over replicas; 0 for samples that only stand in for a share without any."""
 
 
 class Stage:
@@ -102,7 +104,7 @@ class Stage:
         gradients = vjp((loss,), leaf, [], (torch.full_like(loss, weight),)).gradients
         streams = outputs if self.needs_outputs else None
         self._from_loss[microbatch] = BackwardMessage(streams, gradients)
-        return Finished(microbatch, loss.detach(), single(outputs), targets)
+        return Finished(microbatch, loss.detach(), single(outputs), targets, weight)
 
     def backward(self, microbatch: int, message: BackwardMessage | None) -> BackwardMessage:
         """Take the message from above back to the stage's inputs; gradients of parameters are added up."""
@@ -171,11 +173,13 @@ class Stage:
 
     def _average_over_replicas(self) -> None:
         assert self.average is not None
-        for parameter in self.parameters:  # a replica without a gradient has to take part all the same
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        self.average([*gradients, *self.statistics()])
+        trained = [p for p in self.parameters if p.requires_grad]
+        # A replica without a gradient takes part all the same; what none has a gradient for is left without.
+        there = torch.tensor([p.grad is not None for p in trained], dtype=torch.float64)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in trained]
+        self.average([*gradients, *self.statistics(), there])
+        for parameter, gradient, some in zip(trained, gradients, there.tolist(), strict=True):
+            parameter.grad = gradient if some else None
 
     def statistics(self) -> list[Tensor]:
         """Running statistics: buffers that training moves."""

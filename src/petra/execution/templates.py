@@ -43,12 +43,24 @@ class Rehearsal:
                 Stage(index, len(cuts), chain, method, None, sends_streams=needed, message_dtype=message_dtype)
             )
         self._known: dict[Shapes, MessageShapes] = {}
+        self._evaluated: dict[Shapes, list[Template]] = {}
 
     def shapes(self, inputs: Shapes) -> MessageShapes:
         """The messages of a micro-batch with inputs of these shapes."""
         if inputs not in self._known:
             self._known[inputs] = self._run(tuple(torch.empty(s, dtype=d, device="meta") for s, d in inputs))
         return self._known[inputs]
+
+    def outputs(self, inputs: Shapes) -> list[Template]:
+        """What comes up to each stage in evaluation mode."""
+        if inputs not in self._evaluated:
+            streams: Streams = tuple(torch.empty(s, dtype=d, device="meta") for s, d in inputs)
+            ups: list[Template] = []
+            for stage in self._stages:
+                ups.append(streams)
+                streams = stage.predict(streams)
+            self._evaluated[inputs] = ups
+        return self._evaluated[inputs]
 
     def _run(self, streams: Streams) -> MessageShapes:
         ups: list[Template] = []

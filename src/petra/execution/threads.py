@@ -1,7 +1,8 @@
 """Ranks as threads of one process that take turns: the twin of `processes`, for tests and for reading checkpoints.
 
 Exactly one thread runs at any time, until it has to wait for another. Random numbers, which are global to a process,
-so stay those of the rank that draws them, and a pipeline that waits for itself is noticed at once.
+so stay those of the rank that draws them, and a pipeline that waits for itself is noticed at once. Messages arrive as
+they do between processes; means over replicas may differ in the last bit, for the order of sums is another.
 """
 
 from __future__ import annotations

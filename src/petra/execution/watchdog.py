@@ -63,8 +63,8 @@ class Watchdog:
             with self._lock:
                 said = self._store.compare_set("failure", "", json.dumps([self._process, message]))
             return bool(json.loads(said)[0] == self._process)
-        except RuntimeError:  # the store is gone, so nobody else can have spoken through it
-            return True
+        except RuntimeError:  # the store is gone, so those speak who are there in any job
+            return self._process <= 1
 
     def explain(self, error: Exception) -> str | None:
         """What is behind an error of the transport: who is gone, or None if another process has said it."""
@@ -76,9 +76,9 @@ class Watchdog:
                     return None
             except RuntimeError:
                 break
-            when, process = min((when, process) for process, (_, when) in self._heard.items())
-            if time.monotonic() - when > GONE:
-                return self._gone(process)
+            heard = [(when, process) for process, (_, when) in list(self._heard.items())]
+            if heard and time.monotonic() - min(heard)[0] > GONE:
+                return self._gone(min(heard)[1])
         return str(error)
 
     def close(self) -> None:
@@ -91,9 +91,10 @@ class Watchdog:
             try:
                 self._look()
                 failure = self._failure()
-            except RuntimeError:
-                if not self._closing.wait(2 * GONE):  # the process that holds the store has gone
-                    self._end("the process that all others report to is gone", self._names[0])
+            except Exception as error:  # whatever it is, a job that nobody watches over must not go on
+                if not self._closing.wait(2 * GONE):
+                    reason = next(iter(str(error).splitlines()), type(error).__name__)
+                    self._end(f"the store that all ranks report to is gone, and whoever holds it ({reason})")
                 return
             if failure is not None and not self._closing.wait(2 * INTERVAL):
                 # Said by another process. Whatever this one is blocked in will never come.
@@ -105,7 +106,8 @@ class Watchdog:
             self._own = (doing.times, now)
         # Setting up may take long, with data to be read and decoded.
         if doing.set_up and not doing.waits and now - self._own[1] > self._timeout:
-            self._end(f"is stuck in tick {doing.tick}, {doing.what}, for {now - self._own[1]:.0f} s", None)
+            own = self._names[self._process]
+            self._end(f"{own} is stuck in tick {doing.tick}, {doing.what}, for {now - self._own[1]:.0f} s")
         self._beats += 1
         keys = [f"doing/{process}" for process in range(len(self._names)) if process != self._process]
         said = json.dumps([self._beats, doing.tick, doing.what, doing.waiting_for])
@@ -118,7 +120,7 @@ class Watchdog:
             if self._heard.get(process, ("", 0.0))[0] != text:
                 self._heard[process] = text, now
             elif now - self._heard[process][1] > self._timeout:
-                self._end(self._gone(process), None, whole=True)
+                self._end(self._gone(process))
 
     def _failure(self) -> list[Any] | None:
         with self._lock:
@@ -135,10 +137,9 @@ class Watchdog:
             f"{self._names[self._process]} is in {_described(own.tick, own.what, own.waiting_for)}"
         )
 
-    def _end(self, message: str, name: str | None, whole: bool = False) -> None:
-        text = message if whole else f"{name or self._names[self._process]} {message}"
-        if self.claim(text):
-            print(f"petra: error: {text}", file=sys.stderr, flush=True)
+    def _end(self, message: str) -> None:
+        if self.claim(message):
+            print(f"petra: error: {message}", file=sys.stderr, flush=True)
         self._leave(1)
 
 

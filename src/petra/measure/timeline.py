@@ -122,7 +122,9 @@ class Trace:
 
     def save(self, path: Path) -> None:
         """Write it in the format of chrome://tracing."""
-        path.write_text(json.dumps({"traceEvents": self._chrome(), "displayTimeUnit": "ms"}) + "\n")
+        whole = path.with_name(path.name + ".tmp")
+        whole.write_text(json.dumps({"traceEvents": self._chrome(), "displayTimeUnit": "ms"}) + "\n")
+        whole.replace(path)
 
     def _chrome(self) -> list[dict[str, Any]]:
         zero = min((e.asked for e in self.events), default=0.0)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from safetensors.torch import save as to_safetensors
@@ -42,7 +42,16 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write a state of tensors and plain values."""
-    write_atomically(path, lambda file: torch.save({"format": FORMAT, **state}, file))
+    write_atomically(path, lambda file: write_state(file, state))
+
+
+def write_state(file: IO[bytes], state: dict[str, Any]) -> None:
+    """Write into an open file; what fails there is raised as what it is."""
+    problems: list[OSError] = []
+    try:
+        torch.save({"format": FORMAT, **state}, cast(IO[bytes], _Noting(file, problems)))
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise (problems[0] if problems else error) from None
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -61,6 +70,23 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     return state
 
 
+class _Noting:
+    """A file that remembers why a write failed."""
+
+    def __init__(self, file: IO[bytes], problems: list[OSError]) -> None:
+        self._file, self._problems = file, problems
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self._problems.append(error)
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 class Checkpoints:
     """The checkpoints of a run in one folder, of which the last whole one counts.
 
@@ -74,24 +100,28 @@ class Checkpoints:
         self._number = self._latest() or 0
 
     def exist(self) -> bool:
-        """Whether there is one to resume from."""
-        return (self._folder / LATEST).exists()
+        """Whether there is one to resume from; all ranks have to see the same."""
+        self._transport.agree({"a last checkpoint": self._number or None})
+        return self._number > 0
 
     def save(self, run: dict[str, Any], stages: dict[int, dict[str, Any]]) -> None:
         """Write a checkpoint, called by all ranks at once; ``run`` is taken from the one that speaks."""
         place = self._transport.place
         folder = self._folder / _name(self._number + 1)
-        problem = None
+        problem, names = None, []
         try:
             for index, state in stages.items():
                 shared = state if place.replica == 0 else {"flight": state["flight"]}
-                save(folder / _stage(index, place.replica), shared)
+                names.append(_stage(index, place.replica))
+                save(folder / names[-1], shared)
             if place.speaks:
                 save(folder / RUN, run)
         except OSError as error:
             problem = error.strerror or str(error)
-        said = self._transport.gather(problem)  # after this, all have written theirs
-        for other, text in zip(self._transport.places(), said, strict=True):
+        said = self._transport.gather([problem, names])  # after this, all have written theirs
+        for other, (text, written) in zip(self._transport.places(), said, strict=True):
+            if text is None and place.speaks and not all((folder / name).exists() for name in written):
+                text = f"it is not in {folder} here: give all ranks the same folder, on a disk that they share"
             if text is not None:
                 who = f"{other}: " if len(said) > 1 else ""
                 raise OSError(f"{who}the checkpoint could not be written ({text}); the one before it is kept")
@@ -99,7 +129,7 @@ class Checkpoints:
         if place.speaks:
             write_json(self._folder / LATEST, {"format": FORMAT, "name": folder.name})
             for old in self._folder.iterdir():
-                if old.is_dir() and old != folder:
+                if old.is_dir() and old.name < folder.name:  # others may be writing the next one already
                     remove_checkpoint(old)
 
     def run(self, device: torch.device | str = "cpu") -> dict[str, Any]:

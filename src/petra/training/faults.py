@@ -8,14 +8,13 @@ on its checkpoints fail half-way). A job that torchrun has started anew is spare
 from __future__ import annotations
 
 import errno
-import io
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import torch
 from torch import Tensor
@@ -95,16 +94,26 @@ def _corrupt_next(transport: ProcessTransport) -> None:
     transport._post = damaged  # type: ignore[method-assign]
 
 
+class _Full:
+    """A file on a disk with room for a little."""
+
+    def __init__(self, file: IO[bytes], room: int = 500) -> None:
+        self._file, self._room = file, room
+
+    def write(self, data: bytes) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 def _fill(
     write_atomically: Callable[[Path, Callable[[IO[bytes]], None]], None],
 ) -> Callable[[Path, Callable[[IO[bytes]], None]], None]:
     def full(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-        def half(file: IO[bytes]) -> None:
-            whole = io.BytesIO()
-            write(whole)
-            file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-        write_atomically(path, half)
+        write_atomically(path, lambda file: write(cast(IO[bytes], _Full(file))))
 
     return full

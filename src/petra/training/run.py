@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +17,20 @@ from torch import nn
 
 from petra import models
 from petra.execution import Alone, Diverged, Finished, Transport, run_together
+from petra.execution.job import job_name
 from petra.measure import MemoryProbe, Timeline, environment
 from petra.training import checkpoint, recipes
 from petra.training.config import RunConfig
 from petra.training.data import Batches, ImageData, load
+from petra.training.files import CHECKPOINTS, CONFIG, JOB, METRICS, SUMMARY, TRACE, WEIGHTS, refuse_to_overwrite
 from petra.training.metrics import MetricsLog
+from petra.training.position import Position
 from petra.training.progress import Progress
-from petra.training.trainer import ORDERS, Trainer, count_correct, weights_hash
-
-FILES = ("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json")
-CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE = FILES
-CHECKPOINTS = "checkpoint"
-
-
-def refuse_to_overwrite(folder: Path, how: str) -> None:
-    """Raise ValueError if there is something in the folder that a new run would write over."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out is {folder}, which is a file: give a folder")
-    if any((folder / name).exists() for name in (*FILES, CHECKPOINTS)):
-        raise ValueError(f"{folder} holds a run already: give {how}, or another --out")
-
-
-def remove_run(folder: Path) -> None:
-    """Remove what a run has written, and nothing else."""
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-    checkpoint.remove_all(folder / CHECKPOINTS)
+from petra.training.trainer import ORDERS, Trainer, weights_hash
 
 
 class Interrupted(Exception):
     """The run was asked to stop; it has written a checkpoint."""
-
-
-@dataclass
-class Position:
-    """Where a run is and what it has seen: what a checkpoint adds to the trainer's state."""
-
-    epoch: int = 0
-    batch: int = 0
-    loss: float = 0.0
-    correct: int = 0
-    samples: int = 0
-    best_accuracy: float = -1.0
-    best_epoch: int = 0
-    test_loss: float = 0.0
-    test_accuracy: float = 0.0
-    seconds: float = 0.0
-    trained: int = 0
-    finished: bool = False
-    memory: list[dict[str, int]] = field(default_factory=list)
-    activation_peak: int = 0
-
-    def count(self, finished: list[Finished]) -> None:
-        """Add micro-batches that have reached the loss to the epoch's figures."""
-        for f in finished:
-            self.loss += float(f.loss) * len(f.targets)
-            self.correct += int(count_correct(f.outputs, f.targets) or 0)
-            self.samples += len(f.targets)
 
 
 class Run:
@@ -111,12 +68,14 @@ class Run:
         self.test = Batches(self._data, "test", max(config.batch_size, 256), device=self.device, share=share)
         self.trainer = self._trainer(transport, config.stages, config.order, placement)
         self.position = Position()
-        self._counts = place.rank == place.ranks - 1
+        self._filled_from = 0  # the micro-batch at which this pipeline began to fill
         self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport)
         keep = self._restore() if resume and self._checkpoints.exist() else 0
         transport.gather(None)  # nobody writes before all have read
         if place.speaks:
             checkpoint.write_json(folder / CONFIG, config.to_json())
+            if name := job_name():
+                checkpoint.write_json(folder / JOB, name)
         board = folder / "tensorboard" if tensorboard else None
         self.metrics = MetricsLog(folder / METRICS if place.speaks else None, keep, board)
         self.progress = Progress(config.method, config.epochs, len(self.train), quiet or not place.speaks)
@@ -180,10 +139,9 @@ class Run:
         self.progress.start(position.epoch, position.batch)
         for x, y in self.train.epoch(position.epoch, position.batch):
             began = time.perf_counter()
-            samples = self.train.size(position.batch)
-            position.count(self._tick(x, y, samples))
+            position.count(self._tick(x, y, self.train.weight(position.batch)))
             position.seconds += time.perf_counter() - began
-            position.trained += samples
+            position.trained += self.train.size(position.batch)
             position.batch += 1
             self._trace()
             stopping = self.transport.any_soon(stop.is_set())
@@ -193,17 +151,18 @@ class Run:
             if stopping or (not last and every and self.trainer.executor.microbatches % every == 0):
                 self._save()
             if stopping:
+                self._trace(ending=True)
                 raise Interrupted(f"stopped in epoch {position.epoch + 1}; continue with --resume --out {self.folder}")
         if position.epoch == self.config.epochs - 1:
             position.count(self.trainer.drain())
             self._trace(ending=True)
         self._end_epoch()
 
-    def _tick(self, x: torch.Tensor, y: torch.Tensor, samples: int) -> list[Finished]:
+    def _tick(self, x: torch.Tensor, y: torch.Tensor, weight: float) -> list[Finished]:
         if self.trainer.executor.microbatches != self._probed_tick():
-            return self.trainer.step(x, y, samples)
+            return self.trainer.step(x, y, weight)
         with MemoryProbe(self.trainer.executor) as probe:
-            finished = self.trainer.step(x, y, samples)
+            finished = self.trainer.step(x, y, weight)
         said = self.transport.gather([[asdict(stage) for stage in probe.stages], probe.activation_peak])
         replicas = self.transport.place.replicas
         self.position.memory = [stage for stages, _ in said[::replicas] for stage in stages]
@@ -222,7 +181,7 @@ class Run:
         """A tick with a full pipeline and an update in it, on which memory is measured."""
         k, total = self.config.accumulate, self.config.epochs * len(self.train)
         steady = self.trainer.order.staleness(0) + k
-        return min(steady + (-steady - 1) % k, total - 1)
+        return min(self._filled_from + steady + (-steady - 1) % k, total - 1)
 
     def _end_epoch(self) -> None:
         position = self.position
@@ -339,11 +298,15 @@ class Run:
             else:
                 finished = self._restore_at_another_cut(saved)
             self.position = Position(**saved["position"])
+            if self._filled_from:  # what was measured is of other stages
+                self.position = replace(self.position, memory=[], activation_peak=0)
             if not self.transport.place.speaks:  # the sums are of all replicas, so only one goes on with them
                 self.position = replace(self.position, loss=0.0, correct=0, samples=0)
             else:
                 self.position.count(finished)
             return int(saved["metrics_bytes"])
+        except Diverged:
+            raise
         except (KeyError, TypeError, RuntimeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
             where = self.folder / CHECKPOINTS
@@ -368,6 +331,7 @@ class Run:
 
         drained = run_together(drain, replicas=layout["replicas"])
         self.trainer.load_drained(drained[0][0])
+        self._filled_from = self.trainer.executor.microbatches
         return [one for _, finished in drained for one in finished]
 
 

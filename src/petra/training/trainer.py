@@ -159,11 +159,11 @@ class Trainer:
         """The stages, for looking at weights, gradients and what they hold."""
         return self.executor.stages
 
-    def step(self, inputs: Tensor | Streams, targets: Any, samples: int | None = None) -> list[Finished]:
+    def step(self, inputs: Tensor | Streams, targets: Any, weight: float = 1.0) -> list[Finished]:
         """One tick: read one micro-batch; every stage does what is its turn. What reached the loss.
 
-        With replicas, the micro-batch is this replica's share of one of ``samples`` samples; if that is left
-        out, the shares of all replicas are taken to be of the same size.
+        With replicas, the micro-batch is this replica's share of a larger one. ``weight`` is what its gradient
+        counts for in the mean over the replicas: its part of the samples times their number, 1 for equal shares.
         """
         for x in as_streams(inputs):
             # On a GPU the look would make the host wait; the loss is looked at anyway.
@@ -177,8 +177,6 @@ class Trainer:
             if targets.ndim and streams[0].ndim and len(targets) != len(streams[0]):
                 raise ValueError(f"{len(streams[0])} inputs but {len(targets)} targets in one micro-batch")
             targets = targets.to(self.device, non_blocking=True)
-        replicas = self.transport.place.replicas
-        weight = 1.0 if samples is None else len(streams[0]) * replicas / samples
         return self.executor.tick(streams, targets, weight)
 
     def drain(self) -> list[Finished]:

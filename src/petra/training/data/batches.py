@@ -17,7 +17,8 @@ class Batches:
     Any position can be resumed exactly, for there is no state. The split is moved to `device` once; random
     numbers are drawn on the CPU, so every device sees the same batches. The training split is shuffled each
     epoch and, unless `augment` is False, cropped and flipped; the test split comes in order and untouched.
-    With `share` (r, R), every batch is the r-th of R parts of the one that there would be without.
+    With `share` (r, R), every batch is the r-th of R parts of the one that there would be without. A part of a
+    training batch is never empty: where there are fewer samples than parts, one stands in, with `weight` 0.
     """
 
     def __init__(
@@ -75,12 +76,17 @@ class Batches:
 
     def __len__(self) -> int:
         whole, rest = divmod(self.samples, self.batch_size)
-        # A replica without a sample could not take part in the training step.
-        return whole + (rest >= (self._share[1] if self._shuffle else 1) and not self._drop_last)
+        return whole + (rest > 0 and not self._drop_last)
 
     def size(self, index: int) -> int:
         """Samples in the whole batch of that index, all shares together."""
         return min(self.batch_size, self.samples - index * self.batch_size)
+
+    def weight(self, index: int) -> float:
+        """What this share of that batch counts for in a mean over all shares."""
+        own, shares = self._share
+        whole, rest = divmod(self.size(index), shares)
+        return (whole + (own < rest)) * shares / self.size(index)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches start, start + 1, … of that epoch, as (images, labels)."""
@@ -95,11 +101,16 @@ class Batches:
         for i in range(start, len(self)):
             index = self._part(order[i * self.batch_size : (i + 1) * self.batch_size])
             if len(index) == 0:
-                continue
+                if not self._shuffle:
+                    continue
+                index = order[i * self.batch_size : i * self.batch_size + 1]
             images = self._images.index_select(0, index)
             if self._padding or self._flip:
                 random = generator(self.seed, "augment", epoch, i)
-                moves = self._send(self._part(draw_moves(self.size(i), self._padding, self._flip, random), dim=1))
+                moves = self._part(draw_moves(self.size(i), self._padding, self._flip, random), dim=1)
+                if moves.shape[1] == 0:
+                    moves = torch.zeros(3, 1, dtype=torch.int64)
+                moves = self._send(moves)
                 images = crop_and_flip(images, moves, self._padding)
             images = images.to(self._compute).mul_(self._scale).add_(self._shift).to(self.dtype)
             yield images, self._labels.index_select(0, index)
