@@ -194,14 +194,15 @@ class TestRestarts:
     def test_a_run_of_this_job_goes_on_whatever_was_asked_for(self, tmp_path, monkeypatch, capsys):
         folder = tmp_path / "runs" / "revnet18-petra"
         assert self.train() == 0  # without --out
-        before = (folder / "checkpoint" / "latest.json").read_bytes()
+        before = (folder / "summary.json").stat().st_mtime_ns
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         for given in ([], ["--overwrite"], ["--out", str(folder)]):
             assert self.train(*given) == 0
-            assert (folder / "checkpoint" / "latest.json").read_bytes() == before
+            assert (folder / "summary.json").stat().st_mtime_ns == before  # it was finished, and not run again
 
     def test_a_run_of_another_job_is_refused_again(self, tmp_path, monkeypatch, capsys):
         assert self.train() == 0
+        assert self.train() == 2  # the same job, but not started anew
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")
         assert self.train() == 2
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -16,9 +16,25 @@ from petra.schedule import Action, Kind, low_staleness
 RANKS, TICKS = 3, 12
 
 
-@pytest.fixture(scope="module")
-def trace():
+OFFSETS: dict[int, float] = {}
+REAL = time.perf_counter
+
+
+def own_clock():
+    """A clock for each thread, far from those of the others."""
+    return REAL() + OFFSETS.get(threading.get_ident(), 0.0)
+
+
+@pytest.fixture(scope="module", params=[0.0, 100.0])
+def trace(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", own_clock)
+        return record(request.param)
+
+
+def record(apart):
     def work(transport):
+        OFFSETS[threading.get_ident()] = apart * transport.place.rank
         torch.manual_seed(0)
         trainer = make(reversible_network(4), stages=RANKS, transport=transport)
         timeline = Timeline(trainer.executor, transport, TICKS)
@@ -85,16 +101,10 @@ def test_idle_is_what_is_not_work():
 
 def test_clocks_that_differ_are_aligned(monkeypatch):
     """Each thread reads a clock of its own; what is found out about it is right within the bounds."""
-    offsets = {}
-    real = time.perf_counter
-
-    def clock():
-        return real() + offsets.get(threading.get_ident(), 0.0)
-
-    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", own_clock)
 
     def work(transport):
-        offsets[threading.get_ident()] = 100.0 * transport.place.rank
+        OFFSETS[threading.get_ident()] = 100.0 * transport.place.rank
         return align(transport)
 
     for rank, found in enumerate(run_together(work, RANKS)):

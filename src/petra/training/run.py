@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from petra.training.files import CHECKPOINTS, CONFIG, JOB, METRICS, SUMMARY, TRA
 from petra.training.metrics import MetricsLog
 from petra.training.position import Position
 from petra.training.progress import Progress
+from petra.training.stopping import stoppable
 from petra.training.trainer import ORDERS, Trainer, weights_hash
 
 
@@ -122,7 +121,7 @@ class Run:
         try:
             if self.position.finished and all(self.transport.gather((self.folder / SUMMARY).exists())):
                 return self._summary()
-            with _stoppable() as stop:
+            with stoppable() as stop:
                 while self.position.epoch < self.config.epochs:
                     self._epoch(stop)
             return self._finish()
@@ -333,25 +332,3 @@ class Run:
         self.trainer.load_drained(drained[0][0])
         self._filled_from = self.trainer.executor.microbatches
         return [one for _, finished in drained for one in finished]
-
-
-@contextmanager
-def _stoppable() -> Iterator[threading.Event]:
-    """An event that is set by the first SIGINT or SIGTERM; the next one acts as usual."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    usual: dict[int, Any] = {}
-
-    def note(number: int, frame: object) -> None:
-        stop.set()
-        signal.signal(number, usual[number])
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        usual[number] = signal.signal(number, note)
-    try:
-        yield stop
-    finally:
-        for name, handler in usual.items():
-            signal.signal(name, handler)

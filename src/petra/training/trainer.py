@@ -19,10 +19,18 @@ from petra.reversible.randomness import derived_seed
 from petra.reversible.streams import Streams, as_streams, single
 from petra.schedule import Order, Pipelined, lock_step, low_staleness
 from petra.training import state as states
+from petra.training.preparation import (
+    OptimizerFactory,
+    SchedulerFactory,
+    device_of,
+    make_optimizer,
+    make_scheduler,
+    place_stages,
+    refuse_other_dtypes,
+    refuse_sharing,
+)
 
 Loss = Callable[[Any, Any], Tensor]
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 ORDERS: dict[str, Callable[[int, int], Order]] = {"low-staleness": low_staleness, "lock-step": lock_step}
 """Orders of pipelined methods by name."""
@@ -90,7 +98,7 @@ class Trainer:
         cuts = partition(len(network), stages)
         self.order = choose_order(self.method, len(cuts), accumulate, order)
         self.network = network
-        self.device = torch.device(device) if device is not None else _device_of(network)
+        self.device = torch.device(device) if device is not None else device_of(network)
         self.loss = loss
         self.transport = transport = transport if transport is not None else Alone(self.device)
         place = transport.place
@@ -105,10 +113,10 @@ class Trainer:
             "messages": str(message_dtype or torch.float32),
         }
         """What has to be the same for a state to be taken up as it is."""
-        _refuse_sharing(network, cuts)
+        refuse_sharing(network, cuts)
         if message_dtype is not None:
-            _refuse_other_dtypes(network)
-        self.placement = _placement(len(cuts), place.ranks, placement)
+            refuse_other_dtypes(network)
+        self.placement = place_stages(len(cuts), place.ranks, placement)
         """The rank of each stage."""
         if place.ranks * place.replicas > 1:
             names = {
@@ -129,14 +137,14 @@ class Trainer:
                 layer.to(self.device if owned_here else "meta")  # another rank holds its weights
             if owned_here:
                 trained = [p for p in chain.parameters() if p.requires_grad]
-                own = _optimizer(optimizer, trained) if trained else None
+                own = make_optimizer(optimizer, trained) if trained else None
                 stage = Stage(
                     index,
                     len(cuts),
                     chain,
                     self.method,
                     own,
-                    scheduler=_scheduler(scheduler, own) if scheduler is not None and own is not None else None,
+                    scheduler=make_scheduler(scheduler, own) if scheduler is not None and own is not None else None,
                     loss=loss if index == len(cuts) - 1 else None,
                     clip_norm=clip_norm,
                     sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
@@ -281,20 +289,6 @@ class Trainer:
         return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
 
 
-def _placement(stages: int, ranks: int, asked: Sequence[int] | None) -> list[int]:
-    """The rank of each stage."""
-    if ranks > stages:
-        raise ValueError(f"there are {ranks} ranks for {stages} stages: cut the network into {ranks} stages or more")
-    if asked is None:
-        return [rank for rank, owned in enumerate(partition(stages, ranks)) for _ in owned]
-    if len(asked) != stages or set(asked) != set(range(ranks)) or asked[-1] != ranks - 1:
-        raise ValueError(
-            f"placement is {list(asked)}: give the rank of each of the {stages} stages, each of the {ranks} ranks "
-            f"at least once, and the last stage on rank {ranks - 1}"
-        )
-    return list(asked)
-
-
 def choose_order(method: Method, stages: int, accumulate: int, order: str | Sequence[int] | None) -> Order:
     """The order of a method: its own, or for pipelined ones the one that is asked for."""
     if order is None:
@@ -340,42 +334,3 @@ def _moved(state: Any, device: torch.device) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(_moved(value, device) for value in state)
     return state
-
-
-def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    optimizer = factory(parameters)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times per step, which a pipeline cannot: use SGD or AdamW")
-    return optimizer
-
-
-def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    scheduler = factory(optimizer)
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "ReduceLROnPlateau waits for a metric, but schedulers are stepped after every update: use one that counts"
-        )
-    return scheduler
-
-
-def _refuse_other_dtypes(network: nn.Module) -> None:
-    for name, tensor in network.named_parameters():
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"{name} is {tensor.dtype}: messages of another precision are for float32 networks only")
-
-
-def _device_of(network: nn.Module) -> torch.device:
-    tensor = next(network.parameters(), None)
-    return tensor.device if tensor is not None else torch.device("cpu")
-
-
-def _refuse_sharing(network: nn.Sequential, cuts: list[range]) -> None:
-    owner: dict[Tensor, int] = {}
-    for index, cut in enumerate(cuts):
-        for layer in cut:
-            for name, tensor in (*network[layer].named_parameters(), *network[layer].named_buffers()):
-                if owner.setdefault(tensor, index) != index:
-                    raise ValueError(
-                        f"{name} of layer {layer} belongs to stages {owner[tensor]} and {index}: "
-                        "each stage owns its weights, so put the layers that share it into one stage"
-                    )

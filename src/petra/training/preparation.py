@@ -1,0 +1,71 @@
+"""What a trainer looks at before it begins: parts that do not fit are refused with a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from petra.execution import partition
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def place_stages(stages: int, ranks: int, asked: Sequence[int] | None) -> list[int]:
+    """The rank of each stage."""
+    if ranks > stages:
+        raise ValueError(f"there are {ranks} ranks for {stages} stages: cut the network into {ranks} stages or more")
+    if asked is None:
+        return [rank for rank, owned in enumerate(partition(stages, ranks)) for _ in owned]
+    if len(asked) != stages or set(asked) != set(range(ranks)) or asked[-1] != ranks - 1:
+        raise ValueError(
+            f"placement is {list(asked)}: give the rank of each of the {stages} stages, each of the {ranks} ranks "
+            f"at least once, and the last stage on rank {ranks - 1}"
+        )
+    return list(asked)
+
+
+def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a stage, unless it is one that a pipeline cannot have."""
+    optimizer = factory(parameters)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss several times per step, which a pipeline cannot: use SGD or AdamW")
+    return optimizer
+
+
+def make_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The scheduler of a stage, unless it waits for what it will not be told."""
+    scheduler = factory(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau waits for a metric, but schedulers are stepped after every update: use one that counts"
+        )
+    return scheduler
+
+
+def refuse_other_dtypes(network: nn.Module) -> None:
+    """Raise ValueError unless all weights are float32."""
+    for name, tensor in network.named_parameters():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"{name} is {tensor.dtype}: messages of another precision are for float32 networks only")
+
+
+def device_of(network: nn.Module) -> torch.device:
+    """Where the network's weights are."""
+    tensor = next(network.parameters(), None)
+    return tensor.device if tensor is not None else torch.device("cpu")
+
+
+def refuse_sharing(network: nn.Sequential, cuts: list[range]) -> None:
+    """Raise ValueError if two stages share a weight or a buffer."""
+    owner: dict[Tensor, int] = {}
+    for index, cut in enumerate(cuts):
+        for layer in cut:
+            for name, tensor in (*network[layer].named_parameters(), *network[layer].named_buffers()):
+                if owner.setdefault(tensor, index) != index:
+                    raise ValueError(
+                        f"{name} of layer {layer} belongs to stages {owner[tensor]} and {index}: "
+                        "each stage owns its weights, so put the layers that share it into one stage"
+                    )
