@@ -100,3 +100,9 @@ def test_stages_on_any_rank_are_close_to_the_best(costs, data):
         for stage in (s for s, owner in enumerate(found) if owner == top[0] and found.count(top[0]) > 1):
             for rank in range(ranks):
                 assert busiest([rank if s == stage else r for s, r in enumerate(found)]) >= busiest(found)
+
+
+def test_stages_change_places_where_the_dearest_first_is_not_enough():
+    costs = [3, 3, 2, 2, 2]
+    found = assign(costs, 2)
+    assert [sum(c for c, r in zip(costs, found, strict=True) if r == rank) for rank in range(2)] == [6, 6]
