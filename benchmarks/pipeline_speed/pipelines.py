@@ -80,6 +80,7 @@ class PetraPipeline:
     ) -> None:
         self._transport = transport
         self._data = data
+        spare = [3 * above for above in reversed(range(len(cut[0])))]
         self._trainer = petra.Trainer(
             network,
             loss=cross_entropy,
@@ -88,7 +89,7 @@ class PetraPipeline:
             stages=cut[0],
             placement=cut[1],
             accumulate=len(data),
-            order=order,
+            order=spare if order == "spare" else order,
             transport=transport,
         )
         self.busy = Busy()

@@ -119,10 +119,15 @@ class LocalExecutor:
             for action in phase:
                 if action.stage in self._owned:
                     finished += self._act(action)
+                else:
+                    self._hear(action)
                 if action.kind is Kind.BACKWARD and action.stage == 0:  # it has left the pipeline
                     self._shapes.pop(self._start + action.microbatch)
         self.doing.now("between ticks")
         return finished
+
+    def _hear(self, action: Action) -> None:
+        """A stage of another rank does something."""
 
     def _act(self, action: Action) -> list[Finished]:
         stage = self._owned[action.stage]

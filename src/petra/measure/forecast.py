@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from petra.execution import Finished, LocalExecutor, Rehearsal, Stage
+from petra.execution import LocalExecutor, Rehearsal, Stage
 from petra.execution.envelope import Template
 from petra.execution.templates import as_message, shapes_of
 from petra.measure.memory import MemoryProbe, StageMemory
 from petra.methods import Chain, Method, Settings
 from petra.reversible.streams import Streams
-from petra.schedule import Action, Kind, Order, Tick
+from petra.schedule import Action, Kind, Order
 
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -103,16 +103,6 @@ class _OneRank(LocalExecutor):
             self.ups[0][self.microbatches] = inputs
         if self.stages[-1].last:
             self.targets[self.microbatches] = targets, weight
-
-    def _perform(self, tick: Tick) -> list[Finished]:
-        finished = []
-        for phase in tick:
-            for action in phase:
-                if action.stage in self._owned:
-                    finished += self._act(action)
-                else:
-                    self._hear(action)
-        return finished
 
     def _hear(self, action: Action) -> None:
         lowest, highest = self.stages[0], self.stages[-1]
