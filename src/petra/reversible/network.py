@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -18,14 +18,15 @@ class Network(nn.Sequential):
 
     An ``nn.Sequential`` whose layers may take and give several tensors. Each run of reversible layers
     is one node of the autograd graph that stores only its last output, so ``loss.backward()`` gives
-    exact gradients with memory that does not grow with the number of reversible layers.
+    exact gradients with memory that does not grow with the number of reversible layers. Keyword arguments reach
+    the residual functions of all reversible layers.
     """
 
-    def forward(self, *inputs: Tensor) -> Tensor | Streams:
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | Streams:
         streams = inputs
         for reversible, layers in runs(self):
             if reversible:
-                streams = reversible_run(cast(list[ReversibleLayer], layers), streams)
+                streams = reversible_run(cast(list[ReversibleLayer], layers), streams, **named)
             else:
                 for layer in layers:
                     streams = as_streams(layer(*streams))
