@@ -10,6 +10,7 @@ HELPERS = {"names", "tables"}
 ALLOWED = {
     "schedule": set(),
     "reversible": set(),
+    "conversion": {"reversible"},
     "models": {"reversible"},
     "methods": {"schedule", "reversible"},
     "execution": {"schedule", "reversible", "methods"},

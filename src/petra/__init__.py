@@ -1,6 +1,7 @@
 """Petra trains reversible neural networks in parallel."""
 
 from petra import models
+from petra.conversion import ConversionReport, conversion_report, make_reversible
 from petra.execution import Finished, NonFiniteLoss
 from petra.methods import METHODS, LayerError, Method
 from petra.reversible import (
@@ -24,6 +25,7 @@ __all__ = [
     "METHODS",
     "Additive",
     "Affine",
+    "ConversionReport",
     "Evaluation",
     "Finished",
     "FixedPoint",
@@ -38,6 +40,8 @@ __all__ = [
     "Trainer",
     "__version__",
     "check_invertible",
+    "conversion_report",
+    "make_reversible",
     "models",
     "pareprop",
     "plain_autograd",
