@@ -136,6 +136,17 @@ def test_post_norm_blocks_compute_what_is_documented():
     torch.testing.assert_close(converted(x), two.norm2(x1 + x2 - x), rtol=1e-12, atol=1e-12)
 
 
+def test_deep_post_norm_networks_in_float32():
+    """The streams keep their size, so inputs come back."""
+    network = make_reversible(randomised(torch_encoder(24, False))).eval()
+    x = torch.randn(2, 6, 4, requires_grad=True)
+    reversible = gradients(network, x, {})
+    with plain_autograd():
+        expected = gradients(network, x, {})
+    for a, b in zip(reversible, expected, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
+
+
 def test_masks_reach_every_block_every_time():
     converted = make_reversible(Plain(Block() for _ in range(3)))
     attentions = [m for m in converted.modules() if type(m).__name__ == "Attention"]
@@ -235,11 +246,9 @@ def test_nothing_to_convert():
 def test_a_class_of_the_same_name_is_not_enough():
     """Parts, library and arithmetic have to be those of the block that is known."""
 
-    class Block(Plain):
-        pass
-
+    Empty = type("Block", (Plain,), {"__module__": "timm.models.later"})
     with pytest.raises(ValueError, match="no blocks"):
-        make_reversible(nn.Sequential(Block([Own()])))
+        make_reversible(nn.Sequential(Empty([Own()])))
     Other = type("SwinTransformerBlock", (SwinTransformerV2Block,), {"__module__": "timm.models.later"})
     with pytest.raises(ValueError, match="computes something else than that with them"):
         make_reversible(nn.Sequential(randomised(Other())))
@@ -256,8 +265,8 @@ def test_blocks_that_cannot_be_tried_out():
 
 
 def test_conversion_leaves_modes_and_random_state():
-    network = nn.Sequential(Block(), Block())
-    network[0].mlp.eval()
+    network = nn.Sequential(Block(), Block()).eval()
+    network[0].mlp.train()
     state = torch.get_rng_state()
     converted = make_reversible(network)
     assert torch.equal(state, torch.get_rng_state())
@@ -290,6 +299,8 @@ def test_cross_attention_is_not_converted():
 def test_split_makes_functions_from_the_parts_of_the_block():
     with pytest.raises(ValueError, match="Linear, which split has made from Own, has parameters or buffers of its own"):
         make_reversible(nn.Sequential(Own()), lambda block: (nn.Linear(4, 4), block.two))
+    with pytest.raises(ValueError, match=r"for Own: return two nn.Modules"):
+        make_reversible(nn.Sequential(Own()), lambda block: (torch.tanh, torch.tanh))
 
 
 def test_what_split_has_added_follows_the_mode_of_the_block():

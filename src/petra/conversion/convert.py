@@ -79,6 +79,11 @@ def _choose(block: nn.Module, split: Split | None) -> Choice:
     """How a block is made reversible, if it can be."""
     pair = split(block) if split is not None else None
     if pair is not None:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, nn.Module) for part in pair)):
+            raise ValueError(
+                f"split returns {pair!r} for {type(block).__name__}: return two nn.Modules, f and g (functions would "
+                "not be copied along with the network), or None"
+            )
         return pair
     return next((kind for kind in KINDS if kind.matches(block)), None)
 

@@ -1,0 +1,112 @@
+"""What conversion costs in accuracy: a small transformer on the 8×8 digits, converted and fine-tuned.
+
+    python benchmarks/conversion/run.py
+
+trains networks of 6 and 12 blocks, pre-norm and post-norm, converts them with petra.make_reversible, and fine-tunes
+the converted network and, for comparison, a copy of the original. Prints a table and writes result.json beside this
+file.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu
+
+import petra
+from petra.measure import environment
+from petra.tables import render
+
+
+class Classifier(nn.Module):
+    """Sixteen patches of 2×2 pixels as tokens, averaged at the end."""
+
+    def __init__(self, depth: int, norm_first: bool, width: int = 48) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, width)
+        self.position = nn.Parameter(0.1 * torch.randn(16, width))
+        self.norm = nn.LayerNorm(width)  # where the kind of block wants it: after the blocks or before
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, gelu, batch_first=True, norm_first=norm_first)
+        self.blocks = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.norm_first = norm_first
+        for parameter in self.blocks.parameters():  # the encoder has copied one layer
+            if parameter.ndim > 1:
+                nn.init.xavier_uniform_(parameter)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) + self.position
+        x = self.norm(self.blocks(x)) if self.norm_first else self.blocks(self.norm(x))
+        return self.head(x.mean(1))
+
+
+def digits():
+    x, y = load_digits(return_X_y=True)
+    x = torch.tensor(x, dtype=torch.float32).view(-1, 8, 8) / 8 - 1
+    patches = x.unfold(1, 2, 2).unfold(2, 2, 2).reshape(-1, 16, 4)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return patches[order], torch.tensor(y)[order]
+
+
+def train(network, x, y, epochs, lr, seed):
+    optimizer = torch.optim.AdamW(network.parameters(), lr, weight_decay=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    steps = epochs * -(-len(x) // 50)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(x), generator=generator).split(50):
+            optimizer.zero_grad()
+            cross_entropy(network(x[batch]), y[batch]).backward()
+            optimizer.step()
+            scheduler.step()
+
+
+@torch.no_grad()
+def accuracy(network, x, y):
+    return 100 * (network(x).argmax(1) == y).float().mean().item()
+
+
+def measure(depth, norm_first, seed, data, options):
+    """Accuracies before, right after, and after fine-tuning; the last is the original's after as much of it."""
+    x, y, test = *(part[:1400] for part in data), tuple(part[1400:] for part in data)
+    torch.manual_seed(seed)
+    network = Classifier(depth, norm_first)
+    train(network, x, y, options.epochs, 1e-3, seed)
+    found = [accuracy(network, *test)]
+    converted = petra.make_reversible(copy.deepcopy(network))
+    found.append(accuracy(converted, *test))
+    for tuned in (converted, network):
+        train(tuned, x, y, options.tuning, 5e-4, seed + 100)
+        found.append(accuracy(tuned, *test))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depths", type=int, nargs="+", default=[6, 12])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--tuning", type=int, default=5, help="epochs of fine-tuning")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    data, rows, results = digits(), [], []
+    for norm_first in (True, False):
+        for depth in options.depths:
+            found = [measure(depth, norm_first, seed, data, options) for seed in range(options.seeds)]
+            name = f"{depth} blocks, {'pre' if norm_first else 'post'}-norm"
+            rows.append([name, *(f"{statistics.mean(column):.1f} %" for column in zip(*found, strict=True))])
+            results.append({"network": name, "accuracies": found})
+            print(rows[-1], flush=True)
+    print(render(["", "trained", "converted", "fine-tuned", "original, as much tuned"], rows))
+    path = Path(__file__).with_name("result.json")
+    path.write_text(json.dumps({**vars(options), "results": results, "environment": environment()}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
