@@ -213,11 +213,27 @@ def test_attention_is_what_the_equation_says():
     torch.testing.assert_close(attention(x, mask), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_dropout_is_for_training_only():
-    x = torch.randn(9, 3, 8)
-    for function in (Attention(8, 2, dropout=0.5, drop_path=0.5), MLP(8, 8, dropout=0.5, drop_path=0.5)):
-        assert not torch.equal(function(x), function(x))
+def test_mlp_is_what_the_equation_says():
+    torch.manual_seed(0)
+    mlp = enlarge(MLP(6, 9).double())
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    y = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    y = (y * mlp.norm.weight + mlp.norm.bias) @ mlp.up.weight.mT + mlp.up.bias
+    y = y * (1 + torch.erf(y / 2**0.5)) / 2
+    torch.testing.assert_close(mlp(x), y @ mlp.down.weight.mT + mlp.down.bias, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"drop_path": 0.5}])
+def test_dropout_is_for_training_only(rates):
+    torch.manual_seed(0)
+    x = torch.randn(20, 3, 8)
+    for function in (Attention(8, 2, **rates), MLP(8, 8, **rates)):
+        y = function(x)
+        assert (y == 0).any()
+        if "drop_path" in rates:
+            assert ((y == 0).all((1, 2)) | (y != 0).all((1, 2))).all()
         function.eval()
+        assert (function(x) != 0).all()
         assert torch.equal(function(x), function(x))
 
 
@@ -247,6 +263,18 @@ def test_drop_path_grows_with_depth_and_acts_in_both_functions():
     for i in range(4):
         block = network[1 + i]
         assert block.f.drop_path.rate == block.g.drop_path.rate == pytest.approx(0.1 * i)
+
+
+@pytest.mark.parametrize("kind", ["vit", "roberta"])
+def test_classifiers_read_the_first_token_of_both_streams(kind):
+    network = enlarge(tiny(kind)).eval()
+    a, b, c, d = torch.randn(4, 3, 5, 8, dtype=torch.float64)
+    mask = network.stem(inputs(kind))[2:]
+    logits = network.head(a, b, *mask)
+    assert not torch.equal(network.head(c, b, *mask), logits)
+    assert not torch.equal(network.head(a, d, *mask), logits)
+    c[:, 0], d[:, 0] = a[:, 0], b[:, 0]
+    assert torch.equal(network.head(c, d, *mask), logits)
 
 
 def test_initial_weights():
