@@ -3,8 +3,8 @@
 The published RoBERTa normalises after each addition. These normalise before attention and MLP, as ViT and GPT do:
 only then is what is added a function of the other stream alone, which a reversible block needs, and the plain
 twin does the same so that the two can be compared. They have a last norm before the classifier, but neither
-RoBERTa's segment embedding, which is one vector, nor its position that is never used: as many parameters as the
-published classifiers.
+RoBERTa's segment embedding, which is one vector, nor its two positions that are no token's: one vector less than
+the published classifiers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TextEmbedding(nn.Module):
         self.length = length
         self.pad = pad
         self.streams = streams
-        self.tokens = nn.Embedding(vocab_size, width, padding_idx=pad)
-        self.positions = nn.Embedding(length + 1, width, padding_idx=0)  # 0 is padding's
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(length, width)
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
@@ -41,10 +41,10 @@ class TextEmbedding(nn.Module):
         check_length(tokens, self.length)
         if self.pad is None:
             attended = None
-            positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         else:
             attended = tokens != self.pad
-            positions = attended.cumsum(1) * attended
+            positions = (attended.cumsum(1) - 1).clamp(min=0)  # padding has any: nobody attends to it
         x = self.dropout(self.norm(self.tokens(tokens) + self.positions(positions)))
         mask = () if attended is None else (attended[:, None, None, :],)
         return (x,) * self.streams + mask

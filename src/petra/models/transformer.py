@@ -67,12 +67,10 @@ def initialise(network: nn.Module, residual_scale: float = 1.0) -> None:
     ``residual_scale`` is for the last layer of each residual function.
     """
     for module in network.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
             draw(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            draw(module.weight, zero_row=module.padding_idx)
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
+            nn.init.zeros_(module.bias)
     if residual_scale != 1:
         for module in network.modules():
             if isinstance(module, Attention):
@@ -81,13 +79,10 @@ def initialise(network: nn.Module, residual_scale: float = 1.0) -> None:
                 draw(module.down.weight, 0.02 * residual_scale)
 
 
-def draw(weight: Tensor, deviation: float = 0.02, zero_row: int | None = None) -> None:
+def draw(weight: Tensor, deviation: float = 0.02) -> None:
     """Fill with a truncated normal distribution; on "meta" there is nothing to fill."""
-    if weight.is_meta:
-        return
-    nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-    if zero_row is not None:
-        nn.init.zeros_(weight[zero_row])
+    if not weight.is_meta:
+        nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
 
 def check_sizes(**sizes: int) -> None:
