@@ -1,7 +1,10 @@
 """The networks: lists of layers, ignorant of how they are trained."""
 
+from petra.models.gpt import gpt
 from petra.models.registry import Entry, create, entries, find, register
 from petra.models.resnet import resnet
 from petra.models.revnet import revnet
+from petra.models.roberta import roberta
+from petra.models.vit import vit
 
-__all__ = ["Entry", "create", "entries", "find", "register", "resnet", "revnet"]
+__all__ = ["Entry", "create", "entries", "find", "gpt", "register", "resnet", "revnet", "roberta", "vit"]
