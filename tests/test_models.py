@@ -1,6 +1,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_convolutional_zoo import NAMES as CONVOLUTIONAL
 
 from petra import Network, ReversibleResidual, models, plain_autograd
 from petra.training.checkpoint import export_weights
@@ -23,7 +24,7 @@ def test_parameters_and_layers(name, size):
 
 
 def test_all_names_are_tested():
-    assert {entry.name for entry in models.entries()} == set(SIZES)
+    assert {entry.name for entry in models.entries()} == {*SIZES, *CONVOLUTIONAL}
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -1,7 +1,9 @@
 """The networks: lists of layers, ignorant of how they are trained."""
 
+from petra.models.classic import classic
+from petra.models.irevnet import irevnet
 from petra.models.registry import Entry, create, entries, find, register
 from petra.models.resnet import resnet
 from petra.models.revnet import revnet
 
-__all__ = ["Entry", "create", "entries", "find", "register", "resnet", "revnet"]
+__all__ = ["Entry", "classic", "create", "entries", "find", "irevnet", "register", "resnet", "revnet"]

@@ -6,6 +6,7 @@ from petra.reversible.coupling import Additive, Coupling
 from petra.reversible.gradients import Reversal
 from petra.reversible.layer import CoupledLayer, ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.network import Network
+from petra.reversible.rearrange import InjectiveStem, InvertibleDownsampling, Rearrangement, SpaceToDepth
 from petra.reversible.streams import Gradients, Streams
 
 __all__ = [
@@ -13,12 +14,16 @@ __all__ = [
     "CoupledLayer",
     "Coupling",
     "Gradients",
+    "InjectiveStem",
     "Invertibility",
+    "InvertibleDownsampling",
     "Network",
+    "Rearrangement",
     "Reversal",
     "ReversibleBlock",
     "ReversibleLayer",
     "ReversibleResidual",
+    "SpaceToDepth",
     "Streams",
     "check_invertible",
     "plain_autograd",
