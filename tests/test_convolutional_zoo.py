@@ -233,6 +233,17 @@ def test_units_are_what_the_paper_says():
         torch.testing.assert_close(found, expected)
 
 
+def test_width_scales_all_groups():
+    def channels(name, **arguments):
+        network = on_paper(name, **arguments)
+        return [layer.f[-1].out_channels for n, layer in network.named_children() if n.endswith("unit0")]
+
+    assert channels("revnet38") == [16, 32, 56]
+    assert channels("revnet38", width=8, depths=(1, 1, 1, 1, 1)) == [4, 8, 14, 28, 56]
+    assert channels("resnet101", width=4) == [16, 32, 64, 128]
+    assert channels("revnet104", width=4, depths=(1, 1, 1, 1)) == [8, 16, 32, 52]
+
+
 @pytest.mark.parametrize("name", [*CIFAR, *IMAGENET])
 def test_odd_images_and_more_groups(name):
     network = tiny(name, depths=(1, 1, 1, 1, 1), stem="cifar")
