@@ -6,38 +6,68 @@ three of four. A network that downsamples so and is made of reversible blocks ot
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
 
-from petra.reversible.coupling import Coupling
-from petra.reversible.gradients import Reversal
+from petra.reversible.coupling import Coupling, Rewound
+from petra.reversible.gradients import ParameterGradients
 from petra.reversible.layer import CoupledLayer
 from petra.reversible.streams import Gradients, Streams
 
 
 @dataclass(frozen=True)
 class Rearrangement(Coupling):
-    """Moves values of the first two streams and adds zeros; further streams pass unchanged."""
+    """Moves the values of its streams and adds zeros; companions pass unchanged.
+
+    Each output is one of the inputs or zero, so the transposed map, which gradients take, is the inverse.
+    """
 
     layer: nn.Module
     """The layer whose step it is."""
-    reads = ()
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:  # type: ignore[override]
+    @abstractmethod
+    def before(self) -> int:
+        """How many streams it takes; companions come after them."""
+
+    @property
+    @abstractmethod
+    def after(self) -> int:
+        """How many streams it makes of them."""
+
+    @abstractmethod
+    def move(self, streams: Streams) -> Streams:
+        """To their new places."""
+
+    @abstractmethod
+    def move_back(self, moved: Gradients) -> Gradients:
+        """To their old places; None stands for zero."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
         return (self.layer,)
 
-    def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
-        inputs = self.inverse(tuple(x.detach() for x in streams))
-        pair, passed = gradients[:2], gradients[2:]
-        if all(g is None for g in pair):
-            return Reversal(inputs, (*[None] * (len(inputs) - len(passed)), *passed), {})
-        # Each output is one of the inputs or zero, so the transpose, which gradients take, is the inverse.
-        filled = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(streams, pair, strict=False))
-        return Reversal(inputs, (*self.inverse(filled), *passed), {})
+    @property
+    def unread(self) -> tuple[int, ...]:
+        return tuple(range(self.before))
+
+    def forward(self, streams: Streams) -> Streams:
+        return (*self.move(streams[: self.before]), *streams[self.before :])
+
+    def inverse(self, streams: Streams) -> Streams:
+        return (*cast(Streams, self.move_back(streams[: self.after])), *streams[self.after :])
+
+    def rewind(self, streams: Streams) -> Rewound:
+        def take(gradients: Gradients) -> tuple[Gradients, ParameterGradients]:
+            return (*self.move_back(gradients[: self.after]), *gradients[self.after :]), {}
+
+        with torch.no_grad():
+            return Rewound(self.inverse(streams), take)
 
 
 @dataclass(frozen=True)
@@ -45,18 +75,27 @@ class SpaceToDepth(Rearrangement):
     """Each factor × factor tile of an image becomes one pixel with factor² times the channels."""
 
     factor: int
+    streams: int = 2
 
-    def forward(self, streams: Streams) -> Streams:
-        for x in streams[:2]:
+    @property
+    def before(self) -> int:
+        return self.streams
+
+    @property
+    def after(self) -> int:
+        return self.streams
+
+    def move(self, streams: Streams) -> Streams:
+        for x in streams:
             if x.ndim < 3 or x.shape[-2] % self.factor or x.shape[-1] % self.factor:
                 raise ValueError(
                     f"a stream of shape {tuple(x.shape)} cannot be cut into tiles of {self.factor}×{self.factor}: "
                     f"its last two dimensions, height and width, must be multiples of {self.factor}; pad the images"
                 )
-        return (*(pixel_unshuffle(x, self.factor) for x in streams[:2]), *streams[2:])
+        return tuple(pixel_unshuffle(x, self.factor) for x in streams)
 
-    def inverse(self, streams: Streams) -> Streams:
-        return (*(pixel_shuffle(x, self.factor) for x in streams[:2]), *streams[2:])
+    def move_back(self, moved: Gradients) -> Gradients:
+        return tuple(None if x is None else pixel_shuffle(x, self.factor) for x in moved)
 
 
 @dataclass(frozen=True)
@@ -66,19 +105,31 @@ class PaddedSplit(Rearrangement):
     inputs: int
     channels: int
 
-    def forward(self, streams: Streams) -> Streams:
-        x, *passed = streams
+    @property
+    def before(self) -> int:
+        return 1
+
+    @property
+    def after(self) -> int:
+        return 2
+
+    def move(self, streams: Streams) -> Streams:
+        (x,) = streams
         if x.ndim < 3 or x.shape[-3] != self.inputs:
             raise ValueError(f"the stem takes images of {self.inputs} channels, not shape {tuple(x.shape)}")
         padded = pad(x, (0, 0, 0, 0, 0, 2 * self.channels - self.inputs))
-        return (*padded.chunk(2, dim=-3), *passed)
+        return tuple(padded.chunk(2, dim=-3))
 
-    def inverse(self, streams: Streams) -> Streams:
-        return (torch.cat(streams[:2], dim=-3).narrow(-3, 0, self.inputs), *streams[2:])
+    def move_back(self, moved: Gradients) -> Gradients:
+        known = [x for x in moved if x is not None]
+        if not known:
+            return (None,)
+        halves: list[Tensor] = [torch.zeros_like(known[0]) if x is None else x for x in moved]
+        return (torch.cat(halves, dim=-3).narrow(-3, 0, self.inputs),)
 
 
 class InvertibleDownsampling(CoupledLayer):
-    """Space-to-depth of both streams: height and width divided by ``factor``, channels times factor²."""
+    """Space-to-depth of both streams: height and width divided by ``factor``, channels times its square."""
 
     def __init__(self, factor: int = 2) -> None:
         super().__init__()
@@ -112,7 +163,7 @@ class InjectiveStem(CoupledLayer):
 
     def couplings(self) -> tuple[Coupling, ...]:
         split = PaddedSplit(self, self.inputs * self.factor**2, self.channels)
-        return (split,) if self.factor == 1 else (SpaceToDepth(self, self.factor), split)
+        return (split,) if self.factor == 1 else (SpaceToDepth(self, self.factor, streams=1), split)
 
     def extra_repr(self) -> str:
         return f"inputs={self.inputs}, channels={self.channels}, factor={self.factor}"
