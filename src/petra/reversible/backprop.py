@@ -114,7 +114,6 @@ class _Run(torch.autograd.Function):
             streams = coupling.forward(streams)
         # A stream that was passed through is an input; the node's outputs have to be its own.
         streams = tuple(x.view_as(x) for x in streams)
-        ctx.mark_non_differentiable(*(x for x in streams if not x.is_floating_point()))
         ctx.save_for_backward(*streams)
         return streams
 

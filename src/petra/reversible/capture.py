@@ -132,7 +132,6 @@ class _Replay(torch.autograd.Function):
         ctx.program = program
         ctx.versions = [p._version for p in program.parameters]
         streams = program.forward(tensors[: len(program.inputs)])
-        ctx.mark_non_differentiable(*(x for x in streams if not x.is_floating_point()))
         ctx.save_for_backward(*streams)
         return streams
 
