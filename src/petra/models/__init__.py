@@ -1,10 +1,25 @@
 """The networks: lists of layers, ignorant of how they are trained."""
 
+from petra.models.classic import classic
 from petra.models.gpt import gpt
+from petra.models.irevnet import irevnet
 from petra.models.registry import Entry, create, entries, find, register
 from petra.models.resnet import resnet
 from petra.models.revnet import revnet
 from petra.models.roberta import roberta
 from petra.models.vit import vit
 
-__all__ = ["Entry", "create", "entries", "find", "gpt", "register", "resnet", "revnet", "roberta", "vit"]
+__all__ = [
+    "Entry",
+    "classic",
+    "create",
+    "entries",
+    "find",
+    "gpt",
+    "irevnet",
+    "register",
+    "resnet",
+    "revnet",
+    "roberta",
+    "vit",
+]

@@ -124,9 +124,10 @@ class _Run(torch.autograd.Function):
         if [p._version for p in job.parameters] != ctx.versions:
             raise RuntimeError(CHANGED)
         wanted = ctx.needs_input_grad[1 : 1 + job.width]
+        more = len(ctx.saved_tensors) - job.width  # where a stem has made two streams of one
         streams = tuple(
-            x.detach().requires_grad_(i > 1 and want)  # a companion's gradient costs extra
-            for i, (x, want) in enumerate(zip(ctx.saved_tensors, wanted, strict=True))
+            x.detach().requires_grad_(i > 1 and wanted[i - more])  # a companion's gradient costs extra
+            for i, x in enumerate(ctx.saved_tensors)
         )
         norms = normalisations(module for coupling in job.couplings for module in coupling.modules)
         with forked(ctx.device), autocasting(ctx.device, ctx.autocast), frozen_statistics(norms):

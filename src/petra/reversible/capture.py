@@ -95,7 +95,8 @@ class Program:
         return streams
 
     def _backward(self, streams: Streams, gradients: Gradients) -> list[Tensor | None]:
-        for x, want in zip(streams[2:], self.wanted[2:], strict=True):
+        more = len(streams) - len(self.wanted)  # where a stem has made two streams of one
+        for x, want in zip(streams[2:], self.wanted[2 - more :], strict=True):
             x.requires_grad_(want)
         with autocasting(self.device, self.autocast), frozen_statistics(self.norms):
             found = unwind(self.couplings, streams, gradients, lambda i: None, self.overlap)
