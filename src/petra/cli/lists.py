@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,14 +31,15 @@ def list_methods(options: argparse.Namespace) -> None:
 
 
 def list_models(options: argparse.Namespace) -> None:
-    """Each network with its size."""
+    """Each network with its size, those for images with ImageNet's 1000 classes."""
     rows = []
     for entry in models.entries():
+        has_stems = "stem" in signature(entry.build).parameters
         with torch.device("meta"):
-            network = models.create(entry.name, num_classes=1000, stem="imagenet")
+            network = models.create(entry.name, **({"num_classes": 1000, "stem": "imagenet"} if has_stems else {}))
         parameters = sum(p.numel() for p in network.parameters())
         rows.append([entry.name, entry.summary, f"{parameters / 1e6:.1f}M"])
-    print(render(["model", "what it is", "parameters (ImageNet)"], rows, left=2))
+    print(render(["model", "what it is", "parameters"], rows, left=2))
 
 
 def list_recipes(options: argparse.Namespace) -> None:
