@@ -116,6 +116,7 @@ def test_exact_couplings_return_the_very_bits(autocast):
     assert all(a.equal(b) for a, b in zip(outputs, streams, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_compiled_functions_and_capture_under_autocast():
     torch.manual_seed(0)
     network = models.create("rev-vit-s", image_size=32, patch=8, depth=3, num_classes=10).cuda()

@@ -6,7 +6,8 @@ backward but its outputs, so both directions can be recorded once and replayed o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,11 @@ class Program:
         self.autocast = autocast_dtype(self.device)
         self.norms = normalisations(module for coupling in couplings for module in coupling.modules)
         self.inputs = tuple(x.detach().clone() for x in streams)
-        self._warm_up()
+        with _aliased(self.couplings, parameters) as self.aliases:
+            self._warm_up()
+            self._record()
+
+    def _record(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         self.up, self.down = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.up, pool=pool):
@@ -103,7 +108,7 @@ class Program:
         for x in streams:
             x.requires_grad_(False)
         into_inputs = [g if want else None for g, want in zip(found.gradients, self.wanted, strict=True)]
-        return [*into_inputs, *(found.parameters.get(p) for p in self.parameters)]
+        return [*into_inputs, *(found.parameters.get(p) for p in self.aliases)]
 
     def _warm_up(self) -> None:
         """Let libraries choose their kernels and compilers work, and see that nothing is drawn at random."""
@@ -124,6 +129,25 @@ class Program:
                     "repeat them backward: set their rates to 0, or do without capture"
                 )
         torch.cuda.current_stream(self.device).wait_stream(side)
+
+
+@contextmanager
+def _aliased(couplings: Sequence[Coupling], parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Inside, the functions have other parameters in the same memory, which these are.
+
+    Autograd ties a parameter to the CUDA stream on which a graph that is still alive has first used it, and would wait
+    for that stream while another is being recorded.
+    """
+    others = {p: nn.Parameter(p.detach()) for p in parameters}
+    holders = {m for coupling in couplings for module in coupling.modules for m in module.modules()}
+    own = [(m, name, p) for m in holders for name, p in m._parameters.items() if p is not None and p in others]
+    for module, name, parameter in own:
+        module._parameters[name] = others[parameter]
+    try:
+        yield list(others.values())
+    finally:
+        for module, name, parameter in own:
+            module._parameters[name] = parameter
 
 
 class _Replay(torch.autograd.Function):
