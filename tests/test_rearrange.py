@@ -115,6 +115,7 @@ def test_companions_pass_unchanged_and_get_gradients(by_name):
     stem, down = network[0], network[1]
     y = stem(x, mask=mask) if by_name else stem(x, mask)
     z = down(*y[:2], mask=mask) if by_name else down(*y)
+    assert len(y) == len(z) == (2 if by_name else 3)
     assert by_name or z[2] is mask
     back = stem.inverse(*down.inverse(*z))
     assert torch.equal(back[0], x)
