@@ -154,6 +154,42 @@ def test_twins_share_weights_and_differ_in_wiring_alone(family):
     torch.testing.assert_close(plain.head(z1), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_every_other_block_is_shifted_by_half_a_window():
+    with torch.device("meta"):
+        network = models.create("rev-swin-t")
+    attentions = [layer.f.body for layer in network if isinstance(layer, ReversibleBlock)]
+    assert [a.shift for a in attentions] == [0, 3] * 5 + [0, 0]  # in the last group one window is all
+    assert [a.size for a in attentions] == [56] * 2 + [28] * 2 + [14] * 6 + [7] * 2
+    assert [a.heads for a in attentions] == [3] * 2 + [6] * 2 + [12] * 6 + [24] * 2
+
+
+def test_strides_of_pooling():
+    with torch.device("meta"):
+        network = models.create("rev-mvit-s")
+    attentions = [module for module in network.modules() if isinstance(module, PoolingAttention)]
+    assert [a.key_stride for a in attentions] == [4] + [2] * 2 + [1] * 13
+    assert [a.query_stride for a in attentions] == [1, 2, 1, 2, *[1] * 10, 2, 1]
+    assert [a.keys for a in attentions] == [14, 28, 14, 28, *[14] * 10, 14, 7]
+    assert [a.heads for a in attentions] == [1] + [2] * 2 + [4] * 11 + [8] * 2
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_weights_begin_small_and_drawn(family):
+    torch.manual_seed(0)
+    network = models.create(
+        "rev-swin-t" if family == "swin" else "rev-mvit-s", **{**TINY[family], "width": 32}, depths=(2, 2)
+    )
+    for name, parameter in network.named_parameters():
+        if name.endswith("bias") and not name.startswith("stem.conv"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        elif not name.startswith("stem") and not name.endswith("pool"):
+            assert 0.015 < parameter.std() < 0.025, name
+        else:
+            assert 0.01 < parameter.std() < 0.5, name
+
+
 def attend(q, k, v, bias):
     return ((q @ k.T) * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
 
@@ -342,7 +378,9 @@ def test_stochastic_depth_leaves_out_whole_samples_and_keeps_the_expectation():
     assert abs(y.mean() - 1) < 0.05
     assert drop.eval()(x) is x
     rates = [
-        layer.f.drop_path.rate for layer in tiny("swin", (2, 3), drop_path=0.2) if isinstance(layer, ReversibleBlock)
+        1 - float(layer.f.drop_path.keep)
+        for layer in tiny("swin", (2, 3), drop_path=0.2)
+        if isinstance(layer, ReversibleBlock)
     ]
     assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 

@@ -18,19 +18,19 @@ FuseKind = Literal["mean", "linear", "mlp"]
 class DropPath(nn.Module):
     """Stochastic depth: leaves a residual function out for some of the samples."""
 
+    keep: Tensor
+
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.rate = rate
+        self.active = rate > 0
+        # A tensor, so that blocks which differ in their rates alone are compiled once.
+        self.register_buffer("keep", torch.tensor(1 - rate), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0:
+        if not (self.training and self.active):
             return x
-        keep = 1 - self.rate
-        kept = x.new_empty(len(x), *(1 for _ in x.shape[1:])).bernoulli_(keep).div_(keep)
-        return x * kept
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate}"
+        drawn = torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device)
+        return x * ((drawn < self.keep).to(x.dtype) / self.keep)
 
 
 class MLP(nn.Module):
