@@ -6,7 +6,9 @@ from torch import nn
 
 from petra import models
 from petra.training.config import RunConfig
-from petra.training.recipes import RECIPES, LearningRateCurve, base_learning_rate, sgd
+from petra.training.curves import LearningRateCurve
+from petra.training.optimizers import base_learning_rate, sgd
+from petra.training.recipes import RECIPES
 from petra.training.run import Run
 
 

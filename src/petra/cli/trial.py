@@ -19,13 +19,17 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from petra import methods, models
+from petra.cli.options import model_options
 from petra.execution import ProcessTransport, Rehearsal, Transport, partition
 from petra.execution.templates import shapes_of
 from petra.measure import Link, MemoryProbe, Plan, Profile, Stopwatch, make_plan, profile, tick_seconds
 from petra.methods import METHODS, Method
 from petra.reversible import Network, ReversibleLayer
 from petra.schedule import Action, Kind, Order
-from petra.training import Trainer, recipes
+from petra.training import Trainer
+from petra.training.fitting import accepted, check_options, network_arguments
+from petra.training.loss import cross_entropy
+from petra.training.optimizers import sgd
 from petra.training.trainer import choose_order
 
 PATIENCE = timedelta(minutes=5)
@@ -38,7 +42,8 @@ class Case:
 
     model: str
     model_options: dict[str, Any]
-    image: tuple[int, int, int]
+    image: tuple[int, int, int] | None
+    """Channels, height and width; None for text."""
     batch_size: int
     method: str
     order: str | list[int] | None
@@ -54,19 +59,23 @@ class Case:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Case:
         """From the command line; raises ValueError for the first thing that cannot work."""
-        for name in ("ranks", "batch_size", "accumulate", "classes", "ticks"):
+        for name in ("ranks", "batch_size", "accumulate", "classes", "length", "vocab_size", "ticks"):
             if (value := getattr(options, name)) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
         if options.memory_limit is not None and not 0 < options.memory_limit < 1e12:
             raise ValueError(f"--memory-limit is {options.memory_limit}: give MiB of memory, or leave it out")
-        given = {name: getattr(options, name) for name in ("width", "depths", "stem")}
-        model_options = {name: value for name, value in given.items() if value is not None}
-        if isinstance(model_options.get("depths"), int):
-            model_options["depths"] = [model_options["depths"]]
+        channels, height, width = options.image
+        takes, given = accepted(options.model), model_options(options)
+        check_options(options.model, given)
+        told = {"vocab_size": options.vocab_size, "length": options.length}
+        if "in_channels" in takes:
+            told = {"in_channels": channels, "image_size": height if height == width else (height, width)}
+        if "num_classes" in takes:
+            told["num_classes"] = options.classes
         case = cls(
             model=options.model,
-            model_options={"num_classes": options.classes, "in_channels": options.image[0], **model_options},
-            image=options.image,
+            model_options=network_arguments(options.model, told, given, "--image"),
+            image=options.image if "in_channels" in takes else None,
             batch_size=options.batch_size,
             method=options.method,
             order=options.order,
@@ -95,8 +104,16 @@ class Case:
     def batch(self) -> tuple[Tensor, Tensor]:
         """One micro-batch of random data."""
         generator = torch.Generator().manual_seed(0)
-        targets = torch.randint(self.model_options["num_classes"], (self.batch_size,), generator=generator)
-        return torch.randn(self.batch_size, *self.image, generator=generator), targets
+        asked = self.model_options
+        if self.image is None:
+            shape: tuple[int, ...] = (self.batch_size, asked["length"])
+            inputs = torch.randint(asked["vocab_size"], shape, generator=generator)
+        else:
+            shape = (self.batch_size,)
+            inputs = torch.randn(self.batch_size, *self.image, generator=generator)
+        if "num_classes" not in asked:
+            return inputs, torch.randint(asked["vocab_size"], shape, generator=generator)
+        return inputs, torch.randint(asked["num_classes"], shape[:1], generator=generator)
 
     def make_order(self, stages: int) -> Order:
         """The order for a number of stages."""
@@ -186,7 +203,7 @@ class Rank:
             print(f"petra plan: {text} …", file=sys.stderr, flush=True)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return recipes.sgd(parameters, lr=1e-3, weight_decay=1e-4)  # too slow to go wrong on random data
+        return sgd(parameters, lr=1e-3, weight_decay=1e-4)  # too slow to go wrong on random data
 
     def profile(self, network: Network, method: Method, alone: bool = False) -> Profile:
         """Measured on all ranks at the same time, because that is how they slow each other, or on one alone."""
@@ -198,7 +215,7 @@ class Rank:
                 method,
                 (self.inputs,),
                 self.targets,
-                loss=nn.functional.cross_entropy,
+                loss=cross_entropy,
                 optimizer=self.optimizer,
                 repeats=5 if alone else 10,
             )
@@ -269,7 +286,7 @@ class Rank:
                     stages=self.case.stages,
                     inputs=(self.inputs,),
                     targets=self.targets,
-                    loss=nn.functional.cross_entropy,
+                    loss=cross_entropy,
                     optimizer=self.optimizer,
                     basic=other,
                     link=link,
@@ -286,7 +303,7 @@ class Rank:
         k = self.case.accumulate
         trainer = Trainer(
             self.case.network(),
-            loss=nn.functional.cross_entropy,
+            loss=cross_entropy,
             optimizer=self.optimizer,
             method=method,
             stages=plan.stages,
