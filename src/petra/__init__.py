@@ -4,12 +4,16 @@ from petra import models
 from petra.execution import Finished, NonFiniteLoss
 from petra.methods import METHODS, LayerError, Method
 from petra.reversible import (
+    Additive,
+    Affine,
+    FixedPoint,
     Invertibility,
     Network,
     ReversibleBlock,
     ReversibleLayer,
     ReversibleResidual,
     check_invertible,
+    pareprop,
     plain_autograd,
 )
 from petra.training import Evaluation, Trainer
@@ -18,8 +22,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "Additive",
+    "Affine",
     "Evaluation",
     "Finished",
+    "FixedPoint",
     "Invertibility",
     "LayerError",
     "Method",
@@ -32,5 +39,6 @@ __all__ = [
     "__version__",
     "check_invertible",
     "models",
+    "pareprop",
     "plain_autograd",
 ]

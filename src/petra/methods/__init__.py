@@ -4,7 +4,7 @@ from petra.methods.backprop import Backprop, GPipeBackprop, OneForwardOneBackwar
 from petra.methods.chain import Chain, LayerError, Segment, Settings, Tape
 from petra.methods.delayed import Checkpointed, Delayed
 from petra.methods.method import BackwardMessage, Kept, Method
-from petra.methods.petra import Petra, ReversibleBackprop, StashedPetra
+from petra.methods.petra import PaReprop, Petra, ReversibleBackprop, StashedPetra
 from petra.names import unknown
 
 METHODS: dict[str, Method] = {
@@ -12,6 +12,7 @@ METHODS: dict[str, Method] = {
     for method in (
         Backprop(),
         ReversibleBackprop(),
+        PaReprop(),
         Petra(),
         StashedPetra(),
         Checkpointed(),

@@ -20,6 +20,7 @@ from petra.reversible.network import runs
 from petra.reversible.randomness import derived_seed, forked, seed_generators
 from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves
+from petra.reversible.unwind import unwind
 
 
 class LayerError(ValueError):
@@ -90,9 +91,10 @@ class Chain:
         A stage that is one additive coupling only adds to its target stream; its gradients do not depend on it.
         """
         parts = [part for _, part in _parts(self.whole)]
-        if len(parts) > 1 or not isinstance(parts[0], Coupling) or parts[0].reads is None:
+        if len(parts) > 1 or not isinstance(parts[0], Coupling):
             return streams
-        return tuple(x if i in parts[0].reads else x.new_zeros(()).expand_as(x) for i, x in enumerate(streams))
+        unread = parts[0].unread
+        return tuple(x.new_zeros(()).expand_as(x) if i in unread else x for i, x in enumerate(streams))
 
     def predict(self, streams: Streams) -> Streams:
         """Outputs in evaluation mode; the layers are in the mode they were in before afterwards."""
@@ -118,16 +120,18 @@ class Chain:
                 streams = _apply(key, part, streams)
         return Tape(inputs, streams, trainable(segment.layers))
 
-    def reverse(self, segment: Segment, streams: Streams, gradients: Gradients, microbatch: int) -> Reversal:
-        """Inputs and gradients from the outputs of a reversible segment, one coupling after the other."""
-        total: ParameterGradients = {}
+    def reverse(
+        self, segment: Segment, streams: Streams, gradients: Gradients, microbatch: int, overlap: bool = False
+    ) -> Reversal:
+        """Inputs and gradients from the outputs of a reversible segment, one coupling after the other.
+
+        With ``overlap``, one is reconstructed beside the gradient of the one above it.
+        """
+        keys, couplings = zip(*_parts(segment), strict=True)
+        streams = *streams[:2], *leaves(streams[2:])
         with self._evaluation():
-            for key, coupling in reversed(list(_parts(segment))):
-                assert isinstance(coupling, Coupling)
-                self._seed(key, microbatch)
-                streams, gradients, found = coupling.reverse(streams, gradients)
-                add_gradients(total, found)
-        return Reversal(streams, gradients, total)
+            found = unwind(couplings, streams, gradients, lambda i: self._seed(keys[i], microbatch), overlap)
+        return found._replace(inputs=tuple(x.detach() for x in found.inputs))
 
     def reverse_with(
         self,

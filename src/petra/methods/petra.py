@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from petra.methods.chain import Chain
 from petra.methods.method import BackwardMessage, Kept, Method
 from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients
@@ -19,6 +21,8 @@ class Petra(Method):
     name = "petra"
     summary = "delayed gradients from reconstructed inputs and current weights, no buffers"
     keeps = "nothing (input of layers that are not reversible)"
+    overlaps: ClassVar[bool] = False
+    """Whether a coupling is reconstructed beside the gradient of the one above it."""
 
     def order(self, stages: int, accumulate: int) -> Order:
         return low_staleness(stages, accumulate)
@@ -45,7 +49,7 @@ class Petra(Method):
             if segment.reversible:
                 assert streams is not None
                 found = (
-                    chain.reverse(segment, streams, gradients, microbatch)
+                    chain.reverse(segment, streams, gradients, microbatch, self.overlaps)
                     if weights is None
                     else chain.reverse_with(weights, segment, streams, gradients, microbatch)
                 )
@@ -83,3 +87,14 @@ class ReversibleBackprop(Petra):
 
     def order(self, stages: int, accumulate: int) -> Order:
         return Sequential(stages, accumulate)
+
+
+class PaReprop(ReversibleBackprop):
+    """Reversible backprop that reconstructs one residual function beside the gradient of the next (PaReprop).
+
+    On a GPU, that is, and with more than one residual function in a stage. The numbers are the same.
+    """
+
+    name = "pareprop"
+    summary = "like reversible, reconstruction and gradients side by side on a GPU (PaReprop)"
+    overlaps = True

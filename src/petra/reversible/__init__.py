@@ -1,8 +1,9 @@
 """Reversible layers, exact backprop through them without stored activations, and a check that they invert."""
 
-from petra.reversible.backprop import plain_autograd, reversible_run
+from petra.reversible.backprop import pareprop, plain_autograd, reversible_run
 from petra.reversible.check import Invertibility, check_invertible
-from petra.reversible.coupling import Additive, Coupling
+from petra.reversible.coupling import Additive, Affine, Coupling, TwoStream
+from petra.reversible.fixed_point import FixedPoint
 from petra.reversible.gradients import Reversal
 from petra.reversible.layer import CoupledLayer, ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.network import Network
@@ -10,8 +11,10 @@ from petra.reversible.streams import Gradients, Streams
 
 __all__ = [
     "Additive",
+    "Affine",
     "CoupledLayer",
     "Coupling",
+    "FixedPoint",
     "Gradients",
     "Invertibility",
     "Network",
@@ -20,7 +23,9 @@ __all__ = [
     "ReversibleLayer",
     "ReversibleResidual",
     "Streams",
+    "TwoStream",
     "check_invertible",
+    "pareprop",
     "plain_autograd",
     "reversible_run",
 ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from petra.reversible.coupling import Additive, Coupling
-from petra.reversible.gradients import Reversal, trainable, vjp
+from petra.reversible.arguments import Keywords
+from petra.reversible.coupling import Additive, Coupling, Rewound, TwoStream
+from petra.reversible.gradients import ParameterGradients, trainable, vjp
 from petra.reversible.randomness import random_state, restore_random_state
 from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Gradients, Streams, as_streams, leaves
@@ -46,25 +49,35 @@ class Whole(Coupling):
     layer: ReversibleLayer
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:  # type: ignore[override]
+    def modules(self) -> tuple[nn.Module, ...]:
         return (self.layer,)
 
     def forward(self, streams: Streams) -> Streams:
-        return as_streams(self.layer(*streams))
+        return self._call(self.layer, streams)
 
     def inverse(self, streams: Streams) -> Streams:
-        return as_streams(self.layer.inverse(*streams))
+        return self._call(self.layer.inverse, streams)
 
-    def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
+    def _call(self, direction: Callable[..., Streams], streams: Streams) -> Streams:
+        found = as_streams(self.keywords.call(direction, streams[0], streams[1:]))
+        return (*found, *streams[len(streams) - self.keywords.tensors :])
+
+    def rewind(self, streams: Streams) -> Rewound:
         device = streams[0].device
         state = random_state(device)
         with torch.no_grad(), frozen_statistics(normalisations(self.modules)):
-            inputs = leaves(self.inverse(streams))
+            inputs = self.inverse(streams)
         restore_random_state(device, state)
+        count = len(streams) - self.keywords.tensors
+        handed = *leaves(inputs[:count]), *(x.detach().requires_grad_(x.requires_grad) for x in streams[count:])
         with torch.enable_grad():
-            outputs = self.forward(inputs)
-        found = vjp(outputs, inputs, trainable(self.modules), gradients)
-        return found._replace(inputs=tuple(x.detach() for x in inputs))
+            outputs = self.forward(handed)
+
+        def take(gradients: Gradients) -> tuple[Gradients, ParameterGradients]:
+            _, found, parameters = vjp(outputs, handed, trainable(self.modules), gradients)
+            return found, parameters
+
+        return Rewound(tuple(x.detach() for x in inputs[:count]) + streams[count:], take)
 
 
 class CoupledLayer(ReversibleLayer):
@@ -73,35 +86,45 @@ class CoupledLayer(ReversibleLayer):
     @abstractmethod
     def couplings(self) -> tuple[Coupling, ...]: ...
 
-    def forward(self, *streams: Tensor) -> Streams:
+    def forward(self, *streams: Tensor, **named: Any) -> Streams:
+        tensors, keywords = Keywords.take_apart(named)
+        found = (*streams, *tensors)
         for coupling in self.couplings():
-            streams = coupling.forward(streams)
-        return streams
+            found = coupling.named(keywords).forward(found)
+        return found[: len(streams)]
 
-    def inverse(self, *streams: Tensor) -> Streams:
+    def inverse(self, *streams: Tensor, **named: Any) -> Streams:
+        tensors, keywords = Keywords.take_apart(named)
+        found = (*streams, *tensors)
         for coupling in reversed(self.couplings()):
-            streams = coupling.inverse(streams)
-        return streams
+            found = coupling.named(keywords).inverse(found)
+        return found[: len(streams)]
 
 
 class ReversibleResidual(CoupledLayer):
     """PETRA's block with one residual function: (x, x̃) → (x̃ + f(x), x)."""
 
-    def __init__(self, f: nn.Module) -> None:
+    def __init__(self, f: nn.Module, coupling: type[TwoStream] = Additive) -> None:
         super().__init__()
         self.f = f
+        self.coupling = coupling
 
     def couplings(self) -> tuple[Coupling, ...]:
-        return (Additive(self.f, source=0, target=1, swap=True),)
+        return (self.coupling(self.f, source=0, target=1, swap=True),)
 
 
 class ReversibleBlock(CoupledLayer):
-    """RevNet's block with two residual functions: y1 = x1 + f(x2), y2 = x2 + g(y1)."""
+    """RevNet's block with two residual functions: y1 = x1 + f(x2), y2 = x2 + g(y1).
 
-    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+    Streams after the first two are handed to f and g as further arguments and passed on as they are. With ``coupling``
+    `Affine`, f and g return the logarithm of a scale and a shift; with `FixedPoint`, the inverse is exact to the bit.
+    """
+
+    def __init__(self, f: nn.Module, g: nn.Module, coupling: type[TwoStream] = Additive) -> None:
         super().__init__()
         self.f = f
         self.g = g
+        self.coupling = coupling
 
     def couplings(self) -> tuple[Coupling, ...]:
-        return (Additive(self.f, source=1, target=0), Additive(self.g, source=0, target=1))
+        return (self.coupling(self.f, source=1, target=0), self.coupling(self.g, source=0, target=1))

@@ -1,0 +1,78 @@
+"""Going back through a run of couplings: one after the other, or two at a time on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from petra.reversible.coupling import Coupling, Rewound
+from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients
+from petra.reversible.streams import Gradients, Streams
+
+Prepare = Callable[[int], None]
+"""Called with a coupling's number right before it is evaluated, to repeat its random numbers."""
+
+
+def unwind(
+    couplings: Sequence[Coupling], streams: Streams, gradients: Gradients, prepare: Prepare, overlap: bool = False
+) -> Reversal:
+    """Inputs and gradients from the outputs of the couplings and their gradients.
+
+    With ``overlap`` and on a GPU, the inputs of one coupling are reconstructed beside the gradient of the one above it
+    (PaReprop). Elsewhere it makes no difference, and the numbers are the same in any case.
+    """
+    if overlap and len(couplings) > 1 and streams[0].is_cuda:
+        return _unwind_overlapped(couplings, streams, gradients, prepare)
+    total: ParameterGradients = {}
+    for i in reversed(range(len(couplings))):
+        prepare(i)
+        streams, gradients, found = couplings[i].reverse(streams, gradients)
+        add_gradients(total, found)
+    return Reversal(streams, gradients, total)
+
+
+_SIDES: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _unwind_overlapped(
+    couplings: Sequence[Coupling], streams: Streams, gradients: Gradients, prepare: Prepare
+) -> Reversal:
+    """Couplings take turns on two CUDA streams, each with its evaluation and its gradient on the same one.
+
+    Autograd runs a gradient on the stream of its evaluation, so the two cannot be kept apart by stream; but while one
+    lane differentiates coupling i, the other evaluates i-1. Events order evaluations among themselves and gradients
+    among themselves, and the host never waits. They also make memory safe that one lane frees and the other still
+    reads: whatever a lane is given next comes after an event of the other lane that follows the last such reading.
+    """
+    here = torch.cuda.current_stream(streams[0].device)
+    if here.device not in _SIDES:
+        _SIDES[here.device] = torch.cuda.Stream(here.device)  # type: ignore[no-untyped-call]
+    lanes = here, _SIDES[here.device]
+    lanes[1].wait_stream(here)
+    total: ParameterGradients = {}
+    evaluated = differentiated = here.record_event()
+    pending: tuple[torch.cuda.Stream, Rewound] | None = None
+
+    def differentiate(lane: torch.cuda.Stream, rewound: Rewound) -> None:
+        nonlocal gradients, differentiated
+        with torch.cuda.stream(lane):
+            lane.wait_event(differentiated)
+            gradients, found = rewound.take(gradients)
+            add_gradients(total, found)
+            differentiated = lane.record_event()
+
+    for turn, i in enumerate(reversed(range(len(couplings)))):
+        lane = lanes[turn % 2]
+        with torch.cuda.stream(lane):
+            lane.wait_event(evaluated)
+            prepare(i)
+            rewound = couplings[i].rewind(streams)
+            evaluated = lane.record_event()
+        if pending is not None:
+            differentiate(*pending)
+        pending, streams = (lane, rewound), rewound.inputs
+    assert pending is not None
+    differentiate(*pending)
+    here.wait_stream(lanes[1])
+    return Reversal(streams, gradients, total)

@@ -1,0 +1,285 @@
+"""Affine and exact couplings, companions, keyword arguments, PaReprop's order."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import residual
+from torch import nn
+
+from petra import (
+    Affine,
+    FixedPoint,
+    Network,
+    ReversibleBlock,
+    ReversibleResidual,
+    Trainer,
+    check_invertible,
+    pareprop,
+    plain_autograd,
+)
+from petra.reversible import reversible_run
+
+
+def pair(*shape, dtype=torch.float64, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for _ in range(2)]
+
+
+def compare(network, inputs, wanted=(), **named):
+    """Gradients of reversible, overlapped and plain passes: all the same."""
+    found = []
+    for way in (plain_autograd(), pareprop(), None):
+        twin = copy.deepcopy(network)
+        parameters = [p for p in twin.parameters() if p.requires_grad]
+        torch.manual_seed(7)
+        if way is None:
+            outputs = twin(*inputs, **named)
+        else:
+            with way:
+                outputs = twin(*inputs, **named)
+        floats = [y for y in outputs if y.is_floating_point() and y.requires_grad]
+        loss = sum((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in floats)
+        found.append(torch.autograd.grad(loss, [*inputs[:2], *wanted, *parameters]))
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    return found[0]
+
+
+class Masked(nn.Module):
+    """A residual function that wants a mask, and remembers that it got one."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.3)
+        self.seen = []
+
+    def forward(self, x, mask=None, scale=1.0, deep=None):
+        self.seen.append(mask is not None)
+        y = self.dropout(torch.tanh(self.linear(x))) * scale
+        if deep is not None:
+            y = y + x * deep["bias"][0]
+        return y if mask is None else y * mask
+
+
+def masked(depth, width=4):
+    torch.manual_seed(0)
+    return Network(*(ReversibleBlock(Masked(width), Masked(width)) for _ in range(depth))).double()
+
+
+@pytest.mark.parametrize("depth", range(1, 8))
+def test_masks_reach_every_function_every_time(depth):
+    network = masked(depth)
+    mask = torch.rand(3, 1) > 0.5
+    compare(network, [*pair(3, 4), mask])
+    for _ in range(2):
+        outputs = network(*pair(3, 4), mask)
+        assert outputs[2].equal(mask)
+        (outputs[0] + outputs[1]).sum().backward()
+    functions = [m for m in network.modules() if isinstance(m, Masked)]
+    assert all(f.seen == [True] * 4 for f in functions)  # forward and backward, twice
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_keyword_arguments_reach_every_function(depth):
+    network = masked(depth)
+    bias = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
+    given = {"mask": mask, "scale": 0.7, "deep": {"bias": [bias]}}
+    found = compare(network, pair(3, 4), wanted=(bias, mask), **given)
+    assert found[2].abs().min() > 0
+    assert found[3].abs().min() > 0
+    outputs = network(*pair(3, 4), **given)
+    assert len(outputs) == 2
+
+
+def test_a_mask_that_wants_no_gradient_costs_none():
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x, mask):
+            seen.append(mask.requires_grad)
+            return x * mask
+
+    network = Network(ReversibleResidual(Look()))
+    network(*pair(3, 4), mask=torch.rand(3, 4, dtype=torch.float64))[0].sum().backward()
+    assert seen == [False, False]
+
+
+def test_keyword_arguments_of_single_layers():
+    block = ReversibleBlock(Masked(4), Masked(4)).double().eval()
+    x = pair(3, 4)
+    mask = torch.rand(3, 1, dtype=torch.float64)
+    y = block(*x, mask=mask)
+    torch.testing.assert_close(block(*x, mask), (*y, mask))
+    torch.testing.assert_close(list(block.inverse(*y, mask=mask)), x)
+
+
+def test_companions_of_trained_stages():
+    """A mask and a differentiable companion travel between stages; without learning PETRA equals backprop."""
+
+    class Stem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x), x, (x[:, :1] > 0), self.linear(x).sigmoid()
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, mask, gate):
+            return self.linear(x * gate) * mask
+
+    class Head(nn.Module):
+        def forward(self, a, b, mask, gate):
+            return a + b
+
+    def gradients(method):
+        torch.manual_seed(0)
+        layers = [
+            Stem(),
+            ReversibleResidual(Gated()),
+            ReversibleBlock(Gated(), Gated()),
+            ReversibleResidual(Gated()),
+            Head(),
+        ]
+        trainer = Trainer(
+            Network(*layers).double(),
+            loss=nn.functional.mse_loss,
+            optimizer=lambda p: torch.optim.SGD(p, 0.0),
+            method=method,
+            stages=[1, 1, 2, 1],
+        )
+        seen = {}
+        trainer.executor.observers.append(
+            lambda tick, action, stage: (
+                seen.update({(action.microbatch, stage.index): stage.gradients()})
+                if action.kind.name == "BACKWARD"
+                else None
+            )
+        )
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(8):
+            trainer.step(*(torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(2)))
+        trainer.drain()
+        return seen
+
+    found, expected = gradients("petra"), gradients("backprop")
+    assert found.keys() == expected.keys()
+    assert len(found) == 32
+    for key, values in expected.items():
+        for a, b in zip(found[key], values, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+class ScaleAndShift(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body = residual(width)
+        self.ends = nn.Conv2d(width, 2 * width, 1)
+
+    def forward(self, x):
+        log_scale, shift = self.ends(self.body(x)).chunk(2, dim=1)
+        return torch.tanh(log_scale), shift
+
+
+@pytest.mark.parametrize("depth", range(1, 8))
+def test_affine(depth):
+    torch.manual_seed(0)
+    blocks = [
+        ReversibleBlock(ScaleAndShift(3), ScaleAndShift(3), Affine)
+        if i % 2
+        else ReversibleResidual(ScaleAndShift(3), Affine)
+        for i in range(depth)
+    ]
+    network = Network(*blocks).double()
+    compare(network, pair(4, 3, 5, 5))
+    assert check_invertible(blocks, *(x.detach() for x in pair(4, 3, 5, 5)), tolerance=1e-8)
+
+
+def test_affine_functions_return_two():
+    with pytest.raises(ValueError, match="two tensors, the logarithm of a scale and a shift"):
+        ReversibleResidual(nn.Identity(), Affine)(*pair(2, 3))
+
+
+def exact_blocks(depth, width=6):
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))  # noqa: E731
+    return [ReversibleBlock(make(), make(), FixedPoint) for _ in range(depth)]
+
+
+def on_grid(x, bits=14):
+    return torch.round(x * 2**bits) / 2**bits
+
+
+def there_and_back(blocks, streams):
+    with torch.no_grad():
+        outputs = streams
+        for block in blocks:
+            outputs = block(*outputs)
+        back = outputs
+        for block in reversed(blocks):
+            back = block.inverse(*back)
+    return outputs, back
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_thousand_exact_blocks_return_the_very_bits(autocast):
+    blocks = exact_blocks(1000)
+    streams = [on_grid(x.detach()) for x in pair(5, 6, dtype=torch.float32)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs, back = there_and_back(blocks, streams)
+    assert outputs[0].dtype == torch.float32
+    assert not outputs[0].equal(streams[0])
+    assert outputs[0].abs().max() < 512
+    assert all(a.equal(b) for a, b in zip(back, streams, strict=True))
+
+
+@given(
+    st.floats(-2000, 2000, width=32), st.floats(-2000, 2000, width=32), st.sampled_from([torch.float32, torch.float64])
+)
+@settings(deadline=None)
+def test_exact_at_any_size_even_beyond_the_range(x, r, dtype):
+    class Constant(nn.Module):
+        def forward(self, source):
+            return torch.full_like(source, r)
+
+    block = ReversibleBlock(Constant(), Constant(), FixedPoint)
+    streams = [on_grid(torch.tensor([x % 512], dtype=dtype)), torch.zeros(1, dtype=dtype)]
+    _, back = there_and_back([block] * 5, streams)
+    assert all(a.equal(b) for a, b in zip(back, streams, strict=True))
+
+
+def test_the_exact_coupling_adds():
+    """Within the range it is the additive coupling, rounded; gradients ignore the rounding."""
+    (block,) = exact_blocks(1)
+    plain = ReversibleBlock(block.f, block.g)
+    x = pair(5, 6, dtype=torch.float32)
+    for a, b in zip(block(*x), plain(*x), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2**-12)
+        assert a.equal(on_grid(a))
+    compare(Network(*exact_blocks(3)).double(), pair(5, 6))
+
+
+def test_exact_streams_are_not_of_low_precision():
+    with pytest.raises(ValueError, match="fixed point wants float32"):
+        exact_blocks(1)[0].bfloat16()(*torch.zeros(2, 3, 6, dtype=torch.bfloat16))
+
+
+def test_overlapping_on_a_cpu_is_reversible_backprop():
+    layers = [ReversibleResidual(residual(3)) for _ in range(3)]
+    network = Network(*layers).double()
+    found = compare(network, pair(4, 3, 5, 5))
+    assert len(found) == 2 + len(list(network.parameters()))
+    with pareprop():
+        outputs = reversible_run(layers, tuple(pair(4, 3, 5, 5)))
+    saved = outputs[0].grad_fn.saved_tensors
+    assert len(saved) == 2  # the outputs, whatever the depth
