@@ -19,7 +19,7 @@ from petra.training.data import Vocabulary, load
 from petra.training.fitting import network_arguments
 from petra.training.loss import count_answers, count_correct, cross_entropy
 from petra.training.optimizers import adamw
-from petra.training.recipes import RECIPES
+from petra.training.recipes import RECIPES, Recipe
 from petra.training.run import Run
 
 # --- stand-ins for the transformers ---
@@ -181,6 +181,20 @@ def test_recipes_of_transformers_are_theirs(name):
     options = RECIPES[name].options
     assert (options["optimizer"], options["schedule"], options["method"]) == ("adamw", "cosine", "reversible")
     assert "data" not in options
+
+
+def test_a_recipe_is_for_the_twin_of_its_network_too(monkeypatch):
+    for name, width in (("rev-gpt", 4), ("gpt", 4), ("gpt-wide", 8)):
+        entry = registry.Entry(name, name, modeller, {"width": width, "scale": name.startswith("rev")})
+        monkeypatch.setitem(registry._ENTRIES, name, entry)
+    options = {"width": 6, "depth": 3, "dropout": 0.5}
+    recipe = Recipe("small", "a small one", {"model": "rev-gpt", "model_options": options, "data": "text:x"})
+    monkeypatch.setitem(RECIPES, "small", recipe)
+    assert RunConfig.from_options("small", {}).model_options == options
+    assert RunConfig.from_options("small", {"model": "gpt"}).model_options == options
+    wide = RunConfig.from_options("small", {"model": "gpt-wide", "model_options": {"depth": 2}})
+    assert wide.model_options == {"depth": 2, "dropout": 0.5}  # its name stands for its width
+    assert RunConfig.from_options("small", {"model": "classifier"}).model_options == {}
 
 
 # --- networks and data ---

@@ -58,9 +58,10 @@ class RunConfig:
     def from_options(cls, recipe: str | None, options: dict[str, Any]) -> RunConfig:
         """Options that were given, over those of the recipe, over the defaults."""
         merged = dict(recipes.find(recipe).options) if recipe else {}
-        model_options = {**merged.get("model_options", {}), **options.get("model_options", {})}
-        if "model" in options and options["model"] != merged.get("model"):
-            model_options = options.get("model_options", {})  # those of the recipe were for its own model
+        brought = merged.get("model_options", {})
+        if "model" in options and "model" in merged:
+            brought = _of_another(merged["model"], options["model"], brought)
+        model_options = {**brought, **options.get("model_options", {})}
         method = methods.METHODS.get(options.get("method", ""))
         if method is not None and not method.pipelined:
             merged.pop("order", None)  # the recipe's is for its own method
@@ -158,6 +159,18 @@ class RunConfig:
         method = methods.find(self.method)
         cuts = partition(len(_outline(self.model, self.model_options)), self.stages)
         choose_order(method, len(cuts), self.accumulate, self.order)
+
+
+def _of_another(model: str, other: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What of the options for one network is for the other too.
+
+    Nothing, unless the same function builds both, as it does a network and its plain twin; and then not what their
+    names stand for, like the depths of a RevNet-18 and a RevNet-34.
+    """
+    ours, theirs = models.find(model), models.find(other)
+    if ours.build is not theirs.build:
+        return {}
+    return {name: value for name, value in options.items() if ours.arguments.get(name) == theirs.arguments.get(name)}
 
 
 def _outline(model: str, options: dict[str, Any]) -> Network:
