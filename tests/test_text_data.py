@@ -181,6 +181,15 @@ def test_words_are_numbered_by_frequency_and_others_spelled() -> None:
     assert (START, PAD) == (0, 1)
 
 
+@pytest.mark.parametrize("size", [16, 27, 50])
+def test_characters_take_at_most_half_of_a_vocabulary(size: int) -> None:
+    texts = ["abcdefghijklmnopqrstuvwxyz", *(f"{letter}{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")] * 2
+    vocabulary = Vocabulary.of(texts, size)
+    spelled = [entry for entry in vocabulary.entries[3:] if len(entry.removeprefix("##")) == 1]
+    assert len(vocabulary) == size
+    assert size / 2 - 4 < len(spelled) <= size / 2
+
+
 @given(
     st.lists(st.text("abcdefgß Жİ,.\t\n", max_size=30), min_size=1, max_size=8), st.integers(16, 60), st.integers(2, 20)
 )
@@ -370,9 +379,14 @@ def test_sentence_data_refuses_what_makes_no_sense() -> None:
             dataclasses.replace(good, **change)
 
 
-def test_text_options_are_refused_for_images() -> None:
+def test_text_options_are_refused_for_images(tmp_path: Path) -> None:
     with refused("--length is 5", "digits"):
         load("digits", length=5)
     with refused("--vocab-size is 99", "synthetic"):
         load("synthetic:1x2x2:2:4", vocab_size=99)
+    for name in ("train.bin", "test.bin"):
+        (tmp_path / name).write_bytes(bytes(3074))  # CIFAR-100
+    assert load(str(tmp_path)).unit == "images"
+    with refused("--length is 5", tmp_path):
+        load(str(tmp_path), length=5)
     assert {"text:FILE", "bytes:FILE"} <= {spec for spec, _ in describe()}
