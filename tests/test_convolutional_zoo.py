@@ -52,7 +52,7 @@ def data(name, count=1, size=3):
 
 @pytest.mark.parametrize(("name", "published"), CIFAR.items())
 def test_parameters_on_cifar_are_those_of_the_paper_as_printed(name, published):
-    # 0.46 and 0.48 leave RevNet-38 no more than 464,830 to 464,999 with 10 classes: 1 % above 0.46 is not allowed it
+    # Rounded, 0.46 and 0.48 leave RevNet-38 464,830 to 464,999 with 10 classes: all just over 1 % more than 0.46.
     assert tuple(f"{count(on_paper(name, num_classes=n)) / 1e6:.2f}" for n in (10, 100)) == published
     assert count(on_paper(name)) == count(on_paper(name, num_classes=10))
 
