@@ -124,6 +124,15 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument("--clip-norm", type=float, help="largest gradient norm of a stage (default: no clipping)")
     how.add_argument("--label-smoothing", type=float, help="share of every target that all classes get (default 0)")
     how.add_argument("--autocast", choices=("bf16",), help="precision of residual functions (default float32)")
+    how.add_argument(
+        "--exact",
+        action="store_const",
+        const=True,
+        help="reversible layers in fixed point, so that inputs are reconstructed to the last bit",
+    )
+    how.add_argument(
+        "--compile", action="store_const", const=True, help="compile layers and residual functions (torch.compile)"
+    )
     how.add_argument("--messages", choices=("bf16",), help="precision of what travels between stages (default float32)")
     how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
     where = parser.add_argument_group("where")
@@ -136,7 +145,7 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
 _CONFIG = (
     *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
     *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
-    *("label_smoothing", "autocast", "messages", "seed", "replicas", "checkpoint_every"),
+    *("label_smoothing", "autocast", "exact", "compile", "messages", "seed", "replicas", "checkpoint_every"),
 )
 _MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
 

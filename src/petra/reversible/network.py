@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor, nn
 
 from petra.reversible.backprop import reversible_run
 from petra.reversible.capture import Captures
-from petra.reversible.layer import ReversibleLayer
+from petra.reversible.coupling import TwoStream
+from petra.reversible.layer import ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.streams import Streams, as_streams, single
 
 
@@ -34,8 +36,18 @@ class Network(nn.Sequential):
         self.captures = Captures() if on else None
         return self
 
+    def use_coupling(self, coupling: type[TwoStream]) -> Self:
+        """Couple the streams of all reversible blocks in another way, for example exactly with `petra.FixedPoint`."""
+        for layer in self.modules():
+            if isinstance(layer, ReversibleBlock | ReversibleResidual):
+                layer.coupling = coupling
+        return self
+
     def compile_functions(self, **options: Any) -> Self:
         """`torch.compile` for the residual functions of reversible layers and for all other layers, in place."""
+        # Functions of one class share their compiled code, one version for each shape, mode and kind of their parts.
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 256)
         for layer in self:
             if isinstance(layer, ReversibleLayer):
                 for coupling in layer.couplings():

@@ -46,6 +46,8 @@ class RunConfig:
     clip_norm: float | None = None
     label_smoothing: float = 0.0
     autocast: str | None = None
+    exact: bool = False
+    compile: bool = False
     seed: int = 0
     replicas: int = 1
     messages: str | None = None

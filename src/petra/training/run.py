@@ -16,6 +16,7 @@ from petra import models
 from petra.execution import Alone, Diverged, Finished, Transport, run_together
 from petra.execution.job import job_name
 from petra.measure import MemoryProbe, Timeline, environment
+from petra.reversible import FixedPoint
 from petra.training import checkpoint
 from petra.training.config import RunConfig
 from petra.training.data import Batches, Data
@@ -107,6 +108,10 @@ class Run:
         data = self._data
         arguments = network_arguments(config.model, data.arguments, config.model_options, data.name)
         network = models.create(config.model, **arguments)
+        if config.exact:
+            network.use_coupling(FixedPoint)
+        if config.compile:
+            network.compile_functions()
         return Trainer(
             network,
             loss=config.loss,
