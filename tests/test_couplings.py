@@ -14,6 +14,7 @@ from petra import (
     FixedPoint,
     Network,
     ReversibleBlock,
+    ReversibleLayer,
     ReversibleResidual,
     Trainer,
     check_invertible,
@@ -253,7 +254,7 @@ def test_exact_at_any_size_even_beyond_the_range(x, r, dtype):
             return torch.full_like(source, r)
 
     block = ReversibleBlock(Constant(), Constant(), FixedPoint)
-    streams = [on_grid(torch.tensor([x % 512], dtype=dtype)), torch.zeros(1, dtype=dtype)]
+    streams = [on_grid(torch.tensor([x / 4 - 1e-3], dtype=dtype)), torch.tensor([-512.0], dtype=dtype)]
     _, back = there_and_back([block] * 5, streams)
     assert all(a.equal(b) for a, b in zip(back, streams, strict=True))
 
@@ -283,3 +284,20 @@ def test_overlapping_on_a_cpu_is_reversible_backprop():
         outputs = reversible_run(layers, tuple(pair(4, 3, 5, 5)))
     saved = outputs[0].grad_fn.saved_tensors
     assert len(saved) == 2  # the outputs, whatever the depth
+
+
+def test_keyword_arguments_reach_layers_of_ones_own():
+    class Shift(ReversibleLayer):
+        def __init__(self):
+            super().__init__()
+            self.by = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, a, b, mask=None, scale=1.0):
+            return b + self.by * scale * mask, a
+
+        def inverse(self, a, b, mask=None, scale=1.0):
+            return b, a - self.by * scale * mask
+
+    mask = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
+    network = Network(Shift(), ReversibleBlock(Masked(4), Masked(4)), Shift(), ReversibleResidual(Masked(4))).double()
+    compare(network, pair(3, 4), wanted=(mask,), mask=mask, scale=0.7)

@@ -23,7 +23,7 @@ def test_parameters_and_layers(name, size):
 
 
 def test_all_names_are_tested():
-    assert {entry.name for entry in models.entries()} == set(SIZES)
+    assert {entry.name for entry in models.entries() if entry.build in (models.resnet, models.revnet)} == set(SIZES)
 
 
 @pytest.mark.parametrize("name", SIZES)

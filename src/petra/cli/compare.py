@@ -12,7 +12,6 @@ from petra.cli.options import add_run_options, given, set_up_device
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
-from petra.training.data import load
 from petra.training.files import refuse_to_overwrite, remove_run
 from petra.training.run import Run
 
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         if not options.overwrite:
             refuse_to_overwrite(options.out / name, "--overwrite")
     device = set_up_device(options)
-    data = load(configs[0].data, seed=configs[0].seed)
+    data = configs[0].load_data()
     for name in names:
         remove_run(options.out / name)
     summaries = []

@@ -10,6 +10,7 @@ import torch
 from petra import models
 from petra.methods import METHODS
 from petra.tables import render
+from petra.training.fitting import accepted, task
 from petra.training.recipes import RECIPES
 
 
@@ -30,14 +31,20 @@ def list_methods(options: argparse.Namespace) -> None:
 
 
 def list_models(options: argparse.Namespace) -> None:
-    """Each network with its size."""
-    rows = []
+    """Each network with its size, by what it is for and by family."""
+    tables: dict[str, dict[Any, list[list[str]]]] = {}
     for entry in models.entries():
+        takes = accepted(entry.name)
+        imagenet = {"num_classes": 1000, "stem": "imagenet"} if "in_channels" in takes else {}
         with torch.device("meta"):
-            network = models.create(entry.name, num_classes=1000, stem="imagenet")
+            network = models.create(entry.name, **{name: imagenet[name] for name in imagenet.keys() & takes})
         parameters = sum(p.numel() for p in network.parameters())
-        rows.append([entry.name, entry.summary, f"{parameters / 1e6:.1f}M"])
-    print(render(["model", "what it is", "parameters (ImageNet)"], rows, left=2))
+        row = [entry.name, entry.summary, f"{parameters / 1e6:.1f}M"]
+        tables.setdefault(task(takes), {}).setdefault(entry.build, []).append(row)
+    for number, (what, families) in enumerate(tables.items()):
+        rows = [row for family in families.values() for row in (["", "", ""], *family)][1:]
+        size = "parameters (ImageNet)" if "images" in what else "parameters"
+        print("\n" * (number > 0) + render([f"for {what}", "what it is", size], rows, left=2))
 
 
 def list_recipes(options: argparse.Namespace) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from petra.execution.job import processes
 from petra.methods import METHODS
+from petra.training.curves import SCHEDULES
+from petra.training.optimizers import OPTIMIZERS
 from petra.training.recipes import RECIPES
 
 
@@ -38,19 +40,58 @@ def fractions(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of fractions like 0.5,0.75") from None
 
 
+def setting(text: str) -> tuple[str, Any]:
+    """``drop_path=0.1``: a name and a number, a list of numbers, true, false or a word."""
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier() and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, like window=4")
+    return name, _value(value)
+
+
+def _value(text: str) -> Any:
+    if "," in text:
+        return [_value(part) for part in text.split(",") if part]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def add_model_options(what: Any) -> None:
+    """The options that change a network; `model_options` reads them."""
+    what.add_argument("--width", type=int, help="channels of the first group of blocks, or of a transformer")
+    what.add_argument("--depth", type=int, help="blocks of a transformer")
+    what.add_argument("--depths", type=whole_numbers, metavar="N,N,…", help="blocks in each group")
+    what.add_argument("--heads", type=whole_numbers, metavar="N", help="attention heads, or those of each group")
+    what.add_argument("--patch", type=int, help="side of the patches that a vision transformer cuts images into")
+    what.add_argument("--dropout", type=float, help="of a transformer")
+    what.add_argument("--stem", choices=("cifar", "imagenet"), help="first layer: 3×3, or 7×7 with pooling")
+    what.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other argument of the network, like --set window=4; may be given more than once",
+    )
+
+
 def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     """The options that make a `RunConfig`; those left out come from the recipe or from the defaults."""
     what = parser.add_argument_group("what to train")
     what.add_argument("--recipe", metavar="NAME", help=f"start from named settings: {', '.join(RECIPES)}")
     what.add_argument("--model", metavar="NAME", help="network to train; `petra models` lists them")
-    what.add_argument("--width", type=int, help="channels of the first group of blocks")
-    what.add_argument("--depths", type=whole_numbers, metavar="N,N,…", help="blocks in each group")
-    what.add_argument("--stem", choices=("cifar", "imagenet"), help="first layer: 3×3, or 7×7 with pooling")
+    add_model_options(what)
     what.add_argument(
         "--data",
         metavar="SPEC",
-        help="digits, synthetic[:CxHxW:CLASSES], or a folder: CIFAR-10/100 batches, parquet shards, image folders",
+        help="digits, synthetic[:CxHxW:CLASSES], text:FILE (by characters), bytes:FILE, or a folder: CIFAR-10/100 "
+        "batches, parquet shards, image folders, or sentences with labels in train.tsv and test.tsv or dev.tsv",
     )
+    what.add_argument("--length", type=int, metavar="N", help="tokens in a sample of text (default 256; sentences 64)")
+    what.add_argument("--vocab-size", type=int, metavar="N", help="most entries of the vocabulary of sentences (8192)")
     how = parser.add_argument_group("how to train")
     if with_method:
         how.add_argument("--method", metavar="NAME", help=f"one of {', '.join(METHODS)} (default petra)")
@@ -66,13 +107,32 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument("--accumulate", type=int, metavar="K", help="micro-batches per update (default 1)")
     how.add_argument("--epochs", type=int, help="passes over the data (default 10)")
     how.add_argument("--batch-size", type=int, metavar="N", help="samples in a micro-batch (default 64)")
-    how.add_argument("--lr", type=float, help="learning rate (default 0.1 · batch size · K / 256)")
-    how.add_argument("--momentum", type=float, help="Nesterov momentum (default 0.9)")
-    how.add_argument("--weight-decay", type=float, help="of weights, not of norms and biases (default 5e-4)")
+    how.add_argument("--optimizer", metavar="NAME", help=f"one of {', '.join(OPTIMIZERS)} (default sgd)")
+    how.add_argument("--lr", type=float, help="learning rate (default 0.1 · batch size · K / 256; adamw 1e-3)")
+    how.add_argument("--momentum", type=float, help="Nesterov momentum, or the first beta of adamw (default 0.9)")
+    how.add_argument("--beta2", type=float, help="the second beta of adamw (default 0.999)")
+    how.add_argument(
+        "--weight-decay", type=float, help="of matrices, not of norms and biases (default 5e-4; adamw 0.05)"
+    )
+    how.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help=f"one of {', '.join(SCHEDULES)}: after warm-up, drops of the learning rate (default), or a cosine to zero",
+    )
     how.add_argument("--warmup-epochs", type=float, help="epochs of linear warm-up (default 5)")
     how.add_argument("--drops", type=fractions, help="fractions of training after which lr drops ten times")
     how.add_argument("--clip-norm", type=float, help="largest gradient norm of a stage (default: no clipping)")
+    how.add_argument("--label-smoothing", type=float, help="share of every target that all classes get (default 0)")
     how.add_argument("--autocast", choices=("bf16",), help="precision of residual functions (default float32)")
+    how.add_argument(
+        "--exact",
+        action="store_const",
+        const=True,
+        help="reversible layers in fixed point, so that inputs are reconstructed to the last bit",
+    )
+    how.add_argument(
+        "--compile", action="store_const", const=True, help="compile layers and residual functions (torch.compile)"
+    )
     how.add_argument("--messages", choices=("bf16",), help="precision of what travels between stages (default float32)")
     how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
     where = parser.add_argument_group("where")
@@ -83,22 +143,32 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
 
 
 _CONFIG = (
-    *("model", "data", "method", "stages", "order", "accumulate", "epochs", "batch_size", "lr", "momentum"),
-    *("weight_decay", "warmup_epochs", "drops", "clip_norm", "autocast", "messages", "seed", "replicas"),
-    "checkpoint_every",
+    *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
+    *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
+    *("label_smoothing", "autocast", "exact", "compile", "messages", "seed", "replicas", "checkpoint_every"),
 )
+_MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
     """The options of a `RunConfig` that were given on the command line."""
     found = {name: getattr(options, name, None) for name in _CONFIG}
     result = {name: value for name, value in found.items() if value is not None}
-    model = {name: getattr(options, name) for name in ("width", "depths", "stem") if getattr(options, name) is not None}
-    if "depths" in model:
-        model["depths"] = [model["depths"]] if isinstance(model["depths"], int) else model["depths"]
-    if model:
+    if model := model_options(options):
         result["model_options"] = model
     return result
+
+
+def model_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the network that were given on the command line."""
+    found = {name: getattr(options, name) for name in _MODEL if getattr(options, name) is not None}
+    for name, value in options.set:
+        if name in found:
+            raise ValueError(f"{name} is given as {found[name]} and as {value}: give it once")
+        found[name] = value
+    if isinstance(found.get("depths"), int):
+        found["depths"] = [found["depths"]]
+    return found
 
 
 def set_up_device(options: argparse.Namespace) -> torch.device:

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from petra.cli.options import order_option, whole_numbers
-from petra.cli.trial import Case, basic_method, cores, spawn_ranks
+from petra.cli.case import Case, cores
+from petra.cli.options import add_model_options, order_option, whole_numbers
+from petra.cli.trial import basic_method, spawn_ranks
 from petra.measure import Plan, environment
 from petra.methods import METHODS
 from petra.tables import mebibytes, render
@@ -30,11 +31,11 @@ def add_to(commands: Any) -> None:
     )
     what = parser.add_argument_group("what to train")
     what.add_argument("--model", metavar="NAME", required=True, help="network; `petra models` lists them")
-    what.add_argument("--width", type=int, help="channels of the first group of blocks")
-    what.add_argument("--depths", type=whole_numbers, metavar="N,N,…", help="blocks in each group")
-    what.add_argument("--stem", choices=("cifar", "imagenet"), help="first layer: 3×3, or 7×7 with pooling")
+    add_model_options(what)
     what.add_argument("--image", type=image_shape, default=(3, 32, 32), metavar="CxHxW", help="default 3x32x32")
     what.add_argument("--classes", type=int, default=10, metavar="N", help="default %(default)s")
+    what.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a text (default %(default)s)")
+    what.add_argument("--vocab-size", type=int, default=256, metavar="N", help="of text (default %(default)s)")
     what.add_argument("--batch-size", type=int, default=64, metavar="N", help="samples in a micro-batch (default 64)")
     how = parser.add_argument_group("how to train")
     how.add_argument("--ranks", type=int, required=True, metavar="N", help="processes")

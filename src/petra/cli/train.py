@@ -13,7 +13,6 @@ from petra.cli.options import add_run_options, given, set_up_device, whole_numbe
 from petra.execution.job import Spoken, join, processes
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
-from petra.training.data import load
 from petra.training.faults import Fault, fail_at
 from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite, remove_run
 from petra.training.run import Interrupted, Run
@@ -28,7 +27,8 @@ def add_to(commands: Any) -> None:
         "train",
         help="train a network",
         description="Trains a network with one method; writes metrics, checkpoints, weights and a summary into --out.",
-        epilog="Example: petra train --recipe digits --method petra --stages 6 --out runs/digits. "
+        epilog="Example: petra train --recipe digits --method petra --stages 6 --out runs/digits, or "
+        "petra train --model rev-gpt --depth 6 --data text:book.txt --optimizer adamw --schedule cosine. "
         "With --ranks 2 it runs on two processes of this machine; torchrun starts it on several machines.",
     )
     add_run_options(parser, with_method=True)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         return launch(options.arguments, ranks * config.replicas)
     device = set_up_device(options)
     with join(device, replicas=config.replicas, timeout=options.timeout, orderly=(Interrupted, Spoken)) as transport:
-        data = load(config.data, seed=config.seed)
+        data = config.load_data()
         transport.gather(None)  # all have found the folder free, and the data
         if options.overwrite and transport.place.speaks:
             remove_run(folder)
@@ -107,7 +107,8 @@ def run(options: argparse.Namespace) -> int:
         print(
             f"{summary['method']} on {len(summary['stages'])} stages{on} ({summary['order']}): "
             f"test accuracy {summary['test_accuracy']:.2%} (best {summary['best_test_accuracy']:.2%} "
-            f"in epoch {summary['best_epoch']}), {summary['samples_per_second']:.0f} samples/s, "
+            f"in epoch {summary['best_epoch']}), test loss {summary['test_loss']:.4f}, "
+            f"{summary['samples_per_second']:.0f} samples/s, "
             f"peak activations {mebibytes(summary['activation_peak_bytes'])}; in {folder}"
         )
     return 0

@@ -2,110 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from petra import methods, models
+from petra import methods
+from petra.cli.case import Case
 from petra.execution import ProcessTransport, Rehearsal, Transport, partition
 from petra.execution.templates import shapes_of
 from petra.measure import Link, MemoryProbe, Plan, Profile, Stopwatch, make_plan, profile, tick_seconds
 from petra.methods import METHODS, Method
 from petra.reversible import Network, ReversibleLayer
-from petra.schedule import Action, Kind, Order
-from petra.training import Trainer, recipes
+from petra.schedule import Action, Kind
+from petra.training import Trainer
+from petra.training.loss import cross_entropy
+from petra.training.optimizers import sgd
 from petra.training.trainer import choose_order
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank waits for another before it gives up."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is planned, as every rank is told it."""
-
-    model: str
-    model_options: dict[str, Any]
-    image: tuple[int, int, int]
-    batch_size: int
-    method: str
-    order: str | list[int] | None
-    accumulate: int
-    ranks: int
-    stages: int | list[int] | None
-    memory_limit: int | None
-    ticks: int
-    measure: bool
-    threads: int
-    quiet: bool
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Case:
-        """From the command line; raises ValueError for the first thing that cannot work."""
-        for name in ("ranks", "batch_size", "accumulate", "classes", "ticks"):
-            if (value := getattr(options, name)) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
-        if options.memory_limit is not None and not 0 < options.memory_limit < 1e12:
-            raise ValueError(f"--memory-limit is {options.memory_limit}: give MiB of memory, or leave it out")
-        given = {name: getattr(options, name) for name in ("width", "depths", "stem")}
-        model_options = {name: value for name, value in given.items() if value is not None}
-        if isinstance(model_options.get("depths"), int):
-            model_options["depths"] = [model_options["depths"]]
-        case = cls(
-            model=options.model,
-            model_options={"num_classes": options.classes, "in_channels": options.image[0], **model_options},
-            image=options.image,
-            batch_size=options.batch_size,
-            method=options.method,
-            order=options.order,
-            accumulate=options.accumulate,
-            ranks=options.ranks,
-            stages=options.stages,
-            memory_limit=None if options.memory_limit is None else int(options.memory_limit * 2**20),
-            ticks=options.ticks,
-            measure=not options.no_run,
-            threads=max(1, cores() // options.ranks),
-            quiet=options.quiet,
-        )
-        with torch.device("meta"):
-            layers = len(case.network())
-        cuts = partition(layers, case.ranks if case.stages is None else case.stages)
-        if len(cuts) < case.ranks:
-            raise ValueError(f"--stages is {case.stages} for {case.ranks} ranks: give one stage a rank or more")
-        case.make_order(len(cuts))
-        return case
-
-    def network(self) -> Network:
-        """The network, with the same weights on every rank."""
-        torch.manual_seed(0)
-        return models.create(self.model, **self.model_options)
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """One micro-batch of random data."""
-        generator = torch.Generator().manual_seed(0)
-        targets = torch.randint(self.model_options["num_classes"], (self.batch_size,), generator=generator)
-        return torch.randn(self.batch_size, *self.image, generator=generator), targets
-
-    def make_order(self, stages: int) -> Order:
-        """The order for a number of stages."""
-        return choose_order(methods.find(self.method), stages, self.accumulate, self.order)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def basic_method(network: Network) -> Method:
@@ -186,7 +111,7 @@ class Rank:
             print(f"petra plan: {text} …", file=sys.stderr, flush=True)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return recipes.sgd(parameters, lr=1e-3, weight_decay=1e-4)  # too slow to go wrong on random data
+        return sgd(parameters, lr=1e-3, weight_decay=1e-4)  # too slow to go wrong on random data
 
     def profile(self, network: Network, method: Method, alone: bool = False) -> Profile:
         """Measured on all ranks at the same time, because that is how they slow each other, or on one alone."""
@@ -198,7 +123,7 @@ class Rank:
                 method,
                 (self.inputs,),
                 self.targets,
-                loss=nn.functional.cross_entropy,
+                loss=cross_entropy,
                 optimizer=self.optimizer,
                 repeats=5 if alone else 10,
             )
@@ -269,7 +194,7 @@ class Rank:
                     stages=self.case.stages,
                     inputs=(self.inputs,),
                     targets=self.targets,
-                    loss=nn.functional.cross_entropy,
+                    loss=cross_entropy,
                     optimizer=self.optimizer,
                     basic=other,
                     link=link,
@@ -286,7 +211,7 @@ class Rank:
         k = self.case.accumulate
         trainer = Trainer(
             self.case.network(),
-            loss=nn.functional.cross_entropy,
+            loss=cross_entropy,
             optimizer=self.optimizer,
             method=method,
             stages=plan.stages,

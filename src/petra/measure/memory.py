@@ -138,6 +138,8 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
 class _Saved:
     """A tensor that autograd keeps; tells the probe when it is let go."""
 
+    owner: tuple[MemoryProbe, int] | None = None  # also of one that could not be made
+
     def __init__(self, tensor: Tensor, owner: tuple[MemoryProbe, int] | None) -> None:
         self.tensor = tensor.detach()  # the tensor itself could hold its own graph alive
         self.owner = owner

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 StemKind = Literal["cifar", "imagenet"]
 
 
-def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+def conv(inputs: int, outputs: int, kernel: int, stride: int = 1, bias: bool = True) -> nn.Conv2d:
     """A convolution that keeps the size but for its stride; with bias, as in the PETRA paper's models."""
-    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2)
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=bias)
 
 
 def residual(channels: tuple[int, ...], kernels: tuple[int, ...], stride: int, last_relu: bool) -> nn.Sequential:
@@ -49,11 +49,11 @@ class Stem(nn.Module):
     With ``streams`` = 2 its channels are split into the two streams of a reversible network.
     """
 
-    def __init__(self, inputs: int, width: int, kind: StemKind, streams: int) -> None:
+    def __init__(self, inputs: int, width: int, kind: StemKind, streams: int, bias: bool = True) -> None:
         super().__init__()
         large = kind == "imagenet"
         self.streams = streams
-        self.conv = conv(inputs, streams * width, 7 if large else 3, 2 if large else 1)
+        self.conv = conv(inputs, streams * width, 7 if large else 3, 2 if large else 1, bias)
         self.bn = nn.BatchNorm2d(streams * width)
         self.relu = nn.ReLU(inplace=True)
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()

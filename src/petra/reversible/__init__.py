@@ -7,6 +7,7 @@ from petra.reversible.fixed_point import FixedPoint
 from petra.reversible.gradients import Reversal
 from petra.reversible.layer import CoupledLayer, ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.network import Network
+from petra.reversible.rearrange import InjectiveStem, InvertibleDownsampling, Rearrangement, SpaceToDepth
 from petra.reversible.streams import Gradients, Streams
 
 __all__ = [
@@ -16,12 +17,16 @@ __all__ = [
     "Coupling",
     "FixedPoint",
     "Gradients",
+    "InjectiveStem",
     "Invertibility",
+    "InvertibleDownsampling",
     "Network",
+    "Rearrangement",
     "Reversal",
     "ReversibleBlock",
     "ReversibleLayer",
     "ReversibleResidual",
+    "SpaceToDepth",
     "Streams",
     "TwoStream",
     "check_invertible",

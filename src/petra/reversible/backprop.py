@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.reversible.arguments import Keywords
+from petra.reversible.capture import CHANGED, Captures
 from petra.reversible.coupling import Coupling
 from petra.reversible.gradients import trainable
 from petra.reversible.layer import ReversibleLayer
@@ -64,11 +65,14 @@ def pareprop() -> Any:
     return _going(_Way.OVERLAPPED)
 
 
-def reversible_run(layers: Sequence[ReversibleLayer], streams: Streams, **named: Any) -> Streams:
+def reversible_run(
+    layers: Sequence[ReversibleLayer], streams: Streams, captures: Captures | None = None, /, **named: Any
+) -> Streams:
     """Apply the layers one after the other; memory for the backward pass does not grow with their number.
 
     What is ``named`` reaches every residual function of every layer as keyword arguments, on the way back too. Tensors
-    among it get gradients if they require them.
+    among it get gradients if they require them. With ``captures``, on a GPU and without names, the run is recorded
+    there as CUDA graphs and replayed.
     """
     tensors, keywords = Keywords.take_apart(named)
     couplings = [coupling.named(keywords) for layer in layers for coupling in layer.couplings()]
@@ -80,6 +84,8 @@ def reversible_run(layers: Sequence[ReversibleLayer], streams: Streams, **named:
         outputs = inputs
         for coupling in couplings:
             outputs = coupling.forward(outputs)
+    elif captures is not None and inputs[0].is_cuda and not named:
+        outputs = captures.run(couplings, inputs, parameters, way is _Way.OVERLAPPED)
     else:
         job = _Job(couplings, len(inputs), tuple(parameters), way is _Way.OVERLAPPED)
         outputs = _Run.apply(job, *inputs, *parameters)  # type: ignore[no-untyped-call]
@@ -108,7 +114,6 @@ class _Run(torch.autograd.Function):
             streams = coupling.forward(streams)
         # A stream that was passed through is an input; the node's outputs have to be its own.
         streams = tuple(x.view_as(x) for x in streams)
-        ctx.mark_non_differentiable(*(x for x in streams if not x.is_floating_point()))
         ctx.save_for_backward(*streams)
         return streams
 
@@ -117,14 +122,12 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         job: _Job = ctx.job
         if [p._version for p in job.parameters] != ctx.versions:
-            raise RuntimeError(
-                "a parameter of a reversible layer was changed between forward and backward: inputs can only be "
-                "reconstructed with the weights of the forward pass, so step the optimizer after backward"
-            )
+            raise RuntimeError(CHANGED)
         wanted = ctx.needs_input_grad[1 : 1 + job.width]
+        more = len(ctx.saved_tensors) - job.width  # where a stem has made two streams of one
         streams = tuple(
-            x.detach().requires_grad_(i > 1 and want)  # a companion's gradient costs extra
-            for i, (x, want) in enumerate(zip(ctx.saved_tensors, wanted, strict=True))
+            x.detach().requires_grad_(i > 1 and wanted[i - more])  # a companion's gradient costs extra
+            for i, x in enumerate(ctx.saved_tensors)
         )
         norms = normalisations(module for coupling in job.couplings for module in coupling.modules)
         with forked(ctx.device), autocasting(ctx.device, ctx.autocast), frozen_statistics(norms):

@@ -13,7 +13,7 @@ from petra.reversible.streams import Gradients, Streams
 
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
 _RANGE = 9
-"""Streams lie between -2^9 and 2^9."""
+"""Streams lie between -2^9 and just below 2^9."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         limit = 2.0**_RANGE
-        return torch.round(x * scale).div_(scale).clamp_(-limit, limit)
+        return torch.round(x * scale).clamp_(-limit * scale, limit * scale - 1).div_(scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -60,4 +60,4 @@ def _on_grid(x: Tensor) -> Tensor:
 
 def _wrapped(x: Tensor) -> Tensor:
     whole = 2.0 ** (_RANGE + 1)
-    return x - whole * torch.round(x / whole).detach()
+    return x - whole * torch.floor(x / whole + 0.5).detach()  # 2^9 itself is the first to come in again

@@ -91,14 +91,14 @@ class CoupledLayer(ReversibleLayer):
         found = (*streams, *tensors)
         for coupling in self.couplings():
             found = coupling.named(keywords).forward(found)
-        return found[: len(streams)]
+        return found[: len(found) - len(tensors)]
 
     def inverse(self, *streams: Tensor, **named: Any) -> Streams:
         tensors, keywords = Keywords.take_apart(named)
         found = (*streams, *tensors)
         for coupling in reversed(self.couplings()):
             found = coupling.named(keywords).inverse(found)
-        return found[: len(streams)]
+        return found[: len(found) - len(tensors)]
 
 
 class ReversibleResidual(CoupledLayer):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, Self, cast
 
+import torch
 from torch import Tensor, nn
 
 from petra.reversible.backprop import reversible_run
-from petra.reversible.layer import ReversibleLayer
+from petra.reversible.capture import Captures
+from petra.reversible.coupling import TwoStream
+from petra.reversible.layer import ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.streams import Streams, as_streams, single
 
 
@@ -22,11 +25,43 @@ class Network(nn.Sequential):
     the residual functions of all reversible layers.
     """
 
+    captures: Captures | None = None
+
+    def capture(self, on: bool = True) -> Self:
+        """Record each reversible run as CUDA graphs when it first meets inputs of a kind, and replay them from then on.
+
+        For networks of many small kernels on a GPU; elsewhere it changes nothing. Memory of a recorded run stays taken.
+        Residual functions must not draw random numbers, and parameters must stay the same tensors.
+        """
+        self.captures = Captures() if on else None
+        return self
+
+    def use_coupling(self, coupling: type[TwoStream]) -> Self:
+        """Couple the streams of all reversible blocks in another way, for example exactly with `petra.FixedPoint`."""
+        for layer in self.modules():
+            if isinstance(layer, ReversibleBlock | ReversibleResidual):
+                layer.coupling = coupling
+        return self
+
+    def compile_functions(self, **options: Any) -> Self:
+        """`torch.compile` for the residual functions of reversible layers and for all other layers, in place."""
+        # Functions of one class share their compiled code, one version for each shape, mode and kind of their parts.
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 256)
+        for layer in self:
+            if isinstance(layer, ReversibleLayer):
+                for coupling in layer.couplings():
+                    for module in coupling.modules:
+                        module.compile(**options)
+            else:
+                layer.compile(**options)
+        return self
+
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | Streams:
         streams = inputs
         for reversible, layers in runs(self):
             if reversible:
-                streams = reversible_run(cast(list[ReversibleLayer], layers), streams, **named)
+                streams = reversible_run(cast(list[ReversibleLayer], layers), streams, self.captures, **named)
             else:
                 for layer in layers:
                     streams = as_streams(layer(*streams))

@@ -48,6 +48,10 @@ def _unwind_overlapped(
     here = torch.cuda.current_stream(streams[0].device)
     if here.device not in _SIDES:
         _SIDES[here.device] = torch.cuda.Stream(here.device)  # type: ignore[no-untyped-call]
+        # The same parameters are used on both lanes on purpose; newer versions of PyTorch would warn.
+        warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+        if warn is not None:
+            warn(False)
     lanes = here, _SIDES[here.device]
     lanes[1].wait_stream(here)
     total: ParameterGradients = {}

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from math import isfinite
 from typing import Any
 
 import torch
+from torch import nn
 
 from petra import methods, models
 from petra.execution import partition
+from petra.names import unknown
 from petra.reversible import Network
-from petra.training import recipes
+from petra.training import optimizers, recipes
+from petra.training.curves import SCHEDULES, CosineCurve, LearningRateCurve
+from petra.training.data import Data, load
+from petra.training.fitting import check_options, usual_arguments
+from petra.training.loss import cross_entropy
+from petra.training.preparation import Loss
 from petra.training.trainer import choose_order
 
 
@@ -27,26 +35,35 @@ class RunConfig:
     order: str | list[int] | None = None
     epochs: int = 10
     batch_size: int = 64
+    optimizer: str = "sgd"
     lr: float | None = None
     momentum: float = 0.9
-    weight_decay: float = 5e-4
+    beta2: float = 0.999
+    weight_decay: float | None = None
+    schedule: str = "steps"
     warmup_epochs: float = 5.0
     drops: tuple[float, ...] = (0.5, 0.75)
     clip_norm: float | None = None
+    label_smoothing: float = 0.0
     autocast: str | None = None
+    exact: bool = False
+    compile: bool = False
     seed: int = 0
     replicas: int = 1
     messages: str | None = None
     model_options: dict[str, Any] = field(default_factory=dict)
+    length: int | None = None
+    vocab_size: int | None = None
     checkpoint_every: int = 0
 
     @classmethod
     def from_options(cls, recipe: str | None, options: dict[str, Any]) -> RunConfig:
         """Options that were given, over those of the recipe, over the defaults."""
         merged = dict(recipes.find(recipe).options) if recipe else {}
-        model_options = {**merged.get("model_options", {}), **options.get("model_options", {})}
-        if "model" in options and options["model"] != merged.get("model"):
-            model_options = options.get("model_options", {})  # those of the recipe were for its own model
+        brought = merged.get("model_options", {})
+        if "model" in options and "model" in merged:
+            brought = _of_another(merged["model"], options["model"], brought)
+        model_options = {**brought, **options.get("model_options", {})}
         method = methods.METHODS.get(options.get("method", ""))
         if method is not None and not method.pipelined:
             merged.pop("order", None)  # the recipe's is for its own method
@@ -55,6 +72,8 @@ class RunConfig:
         for name in ("model", "data"):
             if name not in merged:
                 raise ValueError(f"--{name} is missing: give it, or a --recipe that brings it")
+        if "drops" in options and merged.get("schedule") == "cosine":
+            raise ValueError(f"--drops is {list(options['drops'])}, but the schedule is cosine: leave one of them out")
         if "stages" not in options and "stages" in merged and isinstance(merged["stages"], int):
             merged["stages"] = min(merged["stages"], len(_outline(merged["model"], model_options)))
         return cls(**merged)
@@ -72,8 +91,40 @@ class RunConfig:
 
     @property
     def base_lr(self) -> float:
-        """The learning rate after warm-up: as given, or by the paper's rule."""
-        return self.lr if self.lr is not None else recipes.base_learning_rate(self.batch_size, self.accumulate)
+        """The learning rate after warm-up: as given, or for SGD by the paper's rule and 1e-3 for AdamW."""
+        if self.lr is not None:
+            return self.lr
+        return 1e-3 if self.optimizer == "adamw" else optimizers.base_learning_rate(self.batch_size, self.accumulate)
+
+    @property
+    def decay(self) -> float:
+        """The weight decay: as given, or what suits the optimizer."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.05 if self.optimizer == "adamw" else 5e-4
+
+    @property
+    def loss(self) -> Loss:
+        """What is made small."""
+        return partial(cross_entropy, label_smoothing=self.label_smoothing)
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of a stage."""
+        if self.optimizer == "adamw":
+            betas = (self.momentum, self.beta2)
+            return optimizers.adamw(parameters, lr=self.base_lr, betas=betas, weight_decay=self.decay)
+        return optimizers.sgd(parameters, lr=self.base_lr, momentum=self.momentum, weight_decay=self.decay)
+
+    def curve(self, batches: int) -> LearningRateCurve | CosineCurve:
+        """The learning rate over a training with so many micro-batches an epoch."""
+        updates = batches / self.accumulate
+        if self.schedule == "cosine":
+            return CosineCurve(self.epochs, updates, self.warmup_epochs)
+        return LearningRateCurve(self.epochs, updates, self.warmup_epochs, tuple(self.drops))
+
+    def load_data(self) -> Data:
+        """The data set, in memory."""
+        return load(self.data, seed=self.seed, length=self.length, vocab_size=self.vocab_size)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -85,16 +136,20 @@ class RunConfig:
 
     def validate(self) -> None:
         """Raise ValueError for the first thing that cannot work."""
-        for name in ("epochs", "batch_size", "accumulate", "replicas"):
-            if (value := getattr(self, name)) < 1:
+        for name in ("epochs", "batch_size", "accumulate", "replicas", "length", "vocab_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
-        for name in ("momentum", "weight_decay", "warmup_epochs", "checkpoint_every", "seed"):
-            if not isfinite(value := getattr(self, name)) or value < 0:
+        for name in ("lr", "momentum", "weight_decay", "warmup_epochs", "checkpoint_every", "seed"):
+            if (value := getattr(self, name)) is not None and (not isfinite(value) or value < 0):
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 0 or more")
         if self.seed >= 2**63:
             raise ValueError(f"--seed is {self.seed}: give less than 2^63")
-        if self.lr is not None and not (isfinite(self.lr) and self.lr >= 0):
-            raise ValueError(f"--lr is {self.lr}: give 0 or more")
+        for name, known in (("optimizer", optimizers.OPTIMIZERS), ("schedule", SCHEDULES)):
+            if (value := getattr(self, name)) not in known:
+                raise unknown(name, str(value), known)
+        for name in ("beta2", "label_smoothing") + (("momentum",) if self.optimizer == "adamw" else ()):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}: give 0 or more and less than 1")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"--clip-norm is {self.clip_norm}: give a positive norm, or leave it out")
         if any(not 0 <= drop <= 1 for drop in self.drops):
@@ -108,8 +163,24 @@ class RunConfig:
         choose_order(method, len(cuts), self.accumulate, self.order)
 
 
+def _of_another(model: str, other: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What of the options for one network is for the other too.
+
+    Nothing, unless the same function builds both, as it does a network and its plain twin; and then not what their
+    names stand for, like the depths of a RevNet-18 and a RevNet-34.
+    """
+    ours, theirs = models.find(model), models.find(other)
+    if ours.build is not theirs.build:
+        return {}
+    return {name: value for name, value in options.items() if ours.arguments.get(name) == theirs.arguments.get(name)}
+
+
 def _outline(model: str, options: dict[str, Any]) -> Network:
-    """The network without memory for its weights."""
-    models.find(model)
+    """The network without memory for its weights; its layers are the same whatever the data."""
+    check_options(model, options)
+    usual = {**usual_arguments(model), **options}
+    if "image_size" in usual and "patch" in options:
+        # Until the data is known, a size that patches and windows divide, however often they are merged.
+        options = {"image_size": 8 * options["patch"] * usual.get("window", 1), **options}
     with torch.device("meta"):
         return models.create(model, **options)

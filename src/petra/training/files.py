@@ -8,8 +8,11 @@ from pathlib import Path
 from petra.execution.job import job_name, restarts
 from petra.training import checkpoint
 
-FILES = ("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json")
-CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB = FILES
+FILES = (
+    *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
+    "vocabulary.json",
+)
+CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY = FILES
 CHECKPOINTS = "checkpoint"
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from petra.execution import Finished
-from petra.training.trainer import count_correct
+from petra.training.loss import count_answers, count_correct
 
 
 @dataclass
 class Position:
-    """Where a run is and what it has seen: what a checkpoint adds to the trainer's state."""
+    """Where a run is and what it has seen: what a checkpoint adds to the trainer's state.
+
+    ``samples`` are those that ``loss`` and ``correct`` are sums over; in a text each of its tokens counts for one.
+    """
 
     epoch: int = 0
     batch: int = 0
@@ -32,6 +35,7 @@ class Position:
         for f in finished:
             if f.weight == 0:
                 continue
-            self.loss += float(f.loss) * len(f.targets)
+            answers = count_answers(f.outputs, f.targets)
+            self.loss += float(f.loss) * answers
             self.correct += int(count_correct(f.outputs, f.targets) or 0)
-            self.samples += len(f.targets)
+            self.samples += answers

@@ -40,7 +40,8 @@ class Progress:
                 trained = f"loss {record['train_loss']:.3f}, train {record['train_accuracy']:.1%}"
             print(
                 f"{self._method} epoch {record['epoch']}/{self._epochs}: {trained}, "
-                f"test {record['test_accuracy']:.1%}, {record['samples_per_second']:.0f} samples/s",
+                f"test {record['test_accuracy']:.1%} (loss {record['test_loss']:.3f}), "
+                f"{record['samples_per_second']:.0f} samples/s",
                 file=sys.stderr,
             )
 

@@ -1,53 +1,11 @@
-"""Optimizers, learning-rate curves, and the named recipes of the papers."""
+"""The named recipes: those of the papers, and good starts for other networks and data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
-
 from petra.names import unknown
-
-
-def sgd(
-    parameters: Sequence[nn.Parameter], *, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
-) -> torch.optim.SGD:
-    """SGD with Nesterov momentum and no weight decay on norms and biases (Goyal et al., 2017)."""
-    decayed = [p for p in parameters if p.ndim > 1]
-    others = [p for p in parameters if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.SGD([group for group in groups if group["params"]], lr, momentum=momentum, nesterov=momentum > 0)
-
-
-def base_learning_rate(batch_size: int, accumulate: int) -> float:
-    """The paper's rule: 0.1 for 256 samples per update, in proportion to their number."""
-    return 0.1 * batch_size * accumulate / 256
-
-
-@dataclass(frozen=True)
-class LearningRateCurve:
-    """Warm-up to the base learning rate, then a drop at given fractions of training."""
-
-    epochs: int
-    updates_per_epoch: float
-    warmup_epochs: float = 5.0
-    drops: tuple[float, ...] = (0.5, 0.75)
-    factor: float = 0.1
-
-    def __call__(self, update: int) -> float:
-        """The multiple of the base learning rate that update number ``update`` uses."""
-        epoch = update / self.updates_per_epoch
-        warm = min(1.0, (update + 1) / max(1.0, self.warmup_epochs * self.updates_per_epoch))
-        dropped = sum(epoch >= drop * self.epochs for drop in self.drops)
-        return float(warm * self.factor**dropped)
-
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """A scheduler that is stepped once per update."""
-        curve: Callable[[int], float] = self
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, curve)
 
 
 @dataclass(frozen=True)
@@ -60,6 +18,13 @@ class Recipe:
 
 
 _PAPER = {"method": "petra", "order": "lock-step", "batch_size": 64, "warmup_epochs": 5.0, "stages": 10}
+_TRANSFORMER = {
+    "method": "reversible",
+    "stages": 1,
+    "optimizer": "adamw",
+    "schedule": "cosine",
+    "clip_norm": 1.0,  # of the whole network, for it is one stage
+}
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -104,6 +69,54 @@ RECIPES: dict[str, Recipe] = {
                 "epochs": 90,
                 "weight_decay": 1e-4,
                 "drops": (1 / 3, 2 / 3, 8 / 9),
+            },
+        ),
+        Recipe(
+            "tiny-shakespeare",
+            "a reversible GPT on characters: give --data text:FILE, a megabyte or so",
+            {
+                **_TRANSFORMER,
+                "model": "rev-gpt",
+                "model_options": {"width": 384, "depth": 6, "heads": 6, "dropout": 0.2},
+                "length": 256,
+                "epochs": 40,
+                "batch_size": 64,
+                "lr": 1e-3,
+                "beta2": 0.99,
+                "weight_decay": 0.1,
+                "warmup_epochs": 2.0,
+            },
+        ),
+        Recipe(
+            "sst2",
+            "a small reversible RoBERTa from scratch on sentences with labels: give --data FOLDER with train.tsv",
+            {
+                **_TRANSFORMER,
+                "model": "rev-roberta-small",
+                "model_options": {"dropout": 0.1},
+                "length": 64,
+                "vocab_size": 8192,
+                "epochs": 10,
+                "batch_size": 32,
+                "lr": 3e-4,
+                "beta2": 0.98,
+                "weight_decay": 0.1,
+                "warmup_epochs": 1.0,
+            },
+        ),
+        Recipe(
+            "rev-vit-cifar10",
+            "Rev-ViT-S with patches of 4×4 on CIFAR-10: give --data FOLDER",
+            {
+                **_TRANSFORMER,
+                "model": "rev-vit-s",
+                "model_options": {"patch": 4},
+                "epochs": 200,
+                "batch_size": 128,
+                "lr": 5e-4,
+                "weight_decay": 0.05,
+                "warmup_epochs": 10.0,
+                "label_smoothing": 0.1,
             },
         ),
     )

@@ -11,16 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from petra import models
 from petra.execution import Alone, Diverged, Finished, Transport, run_together
 from petra.execution.job import job_name
 from petra.measure import MemoryProbe, Timeline, environment
-from petra.training import checkpoint, recipes
+from petra.reversible import FixedPoint
+from petra.training import checkpoint
 from petra.training.config import RunConfig
-from petra.training.data import Batches, ImageData, load
-from petra.training.files import CHECKPOINTS, CONFIG, JOB, METRICS, SUMMARY, TRACE, WEIGHTS, refuse_to_overwrite
+from petra.training.data import Batches, Data
+from petra.training.files import (
+    CHECKPOINTS,
+    CONFIG,
+    JOB,
+    METRICS,
+    SUMMARY,
+    TRACE,
+    VOCABULARY,
+    WEIGHTS,
+    refuse_to_overwrite,
+)
+from petra.training.fitting import network_arguments
+from petra.training.loss import cross_entropy
 from petra.training.metrics import MetricsLog
 from petra.training.position import Position
 from petra.training.progress import Progress
@@ -35,9 +47,9 @@ class Interrupted(Exception):
 class Run:
     """One run in one folder.
 
-    The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint/``, and at the end ``summary.json``
-    and ``weights.safetensors``. With a transport, all ranks make the same run; the one that holds the last stage
-    speaks for all of them.
+    The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint/``, for text ``vocabulary.json``, and at the end
+    ``summary.json`` and ``weights.safetensors``. With a transport, all ranks make the same run; the one that holds
+    the last stage speaks for all of them.
     """
 
     def __init__(
@@ -49,7 +61,7 @@ class Run:
         device: str | torch.device = "cpu",
         tensorboard: bool = False,
         quiet: bool = False,
-        data: ImageData | None = None,
+        data: Data | None = None,
         transport: Transport | None = None,
         placement: Sequence[int] | None = None,
         trace: int = 0,
@@ -61,10 +73,12 @@ class Run:
         self.transport = transport = transport if transport is not None else Alone(self.device)
         transport.agree(config.to_json())
         place = transport.place
-        self._data = load(config.data, seed=config.seed) if data is None else data
+        self._data = config.load_data() if data is None else data
         share = (place.replica, place.replicas)
         self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, device=self.device, share=share)
-        self.test = Batches(self._data, "test", max(config.batch_size, 256), device=self.device, share=share)
+        # A window of text is many samples in one already.
+        at_once = config.batch_size if "vocab_size" in self._data.arguments else max(config.batch_size, 256)
+        self.test = Batches(self._data, "test", at_once, device=self.device, share=share)
         self.trainer = self._trainer(transport, config.stages, config.order, placement)
         self.position = Position()
         self._filled_from = 0  # the micro-batch at which this pipeline began to fill
@@ -73,6 +87,8 @@ class Run:
         transport.gather(None)  # nobody writes before all have read
         if place.speaks:
             checkpoint.write_json(folder / CONFIG, config.to_json())
+            if self._data.vocabulary:
+                checkpoint.write_json(folder / VOCABULARY, self._data.vocabulary)
             if name := job_name():
                 checkpoint.write_json(folder / JOB, name)
         board = folder / "tensorboard" if tensorboard else None
@@ -87,24 +103,22 @@ class Run:
         order: str | Sequence[int] | None,
         placement: Sequence[int] | None = None,
     ) -> Trainer:
-        config, data = self.config, self._data
+        config = self.config
         torch.manual_seed(config.seed)
-        network = models.create(
-            config.model,
-            **{"num_classes": data.num_classes, "in_channels": data.input_shape[0], **config.model_options},
-        )
-        curve = recipes.LearningRateCurve(
-            config.epochs, len(self.train) / config.accumulate, config.warmup_epochs, tuple(config.drops)
-        )
+        data = self._data
+        arguments = network_arguments(config.model, data.arguments, config.model_options, data.name)
+        network = models.create(config.model, **arguments)
+        if config.exact:
+            network.use_coupling(FixedPoint)
+        if config.compile:
+            network.compile_functions()
         return Trainer(
             network,
-            loss=nn.functional.cross_entropy,
-            optimizer=lambda parameters: recipes.sgd(
-                parameters, lr=config.base_lr, momentum=config.momentum, weight_decay=config.weight_decay
-            ),
+            loss=config.loss,
+            optimizer=config.make_optimizer,
             method=config.method,
             stages=stages,
-            scheduler=curve.scheduler,
+            scheduler=config.curve(len(self.train)).scheduler,
             accumulate=config.accumulate,
             order=order,
             clip_norm=config.clip_norm,
@@ -184,7 +198,7 @@ class Run:
 
     def _end_epoch(self) -> None:
         position = self.position
-        test = self.trainer.evaluate(self.test.epoch(0))
+        test = self.trainer.evaluate(self.test.epoch(0), cross_entropy)  # never smoothed
         position.test_loss, position.test_accuracy = test.loss, test.accuracy or 0.0
         position.epoch += 1
         if position.test_accuracy > position.best_accuracy:

@@ -56,7 +56,7 @@ def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], names: Names) -> None:
-    states = {name: state for one in saved for name, state in one["state"].items()}
+    states = {name: _counted_here(state) for one in saved for name, state in one["state"].items()}
     settings = {name: group["settings"] for one in saved for group in one["groups"] for name in group["names"]}
     ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
     index = {name: i for i, name in enumerate(ordered)}
@@ -66,6 +66,11 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]
     ]
     found = {index[name]: states[name] for name in ordered if name in states}
     optimizer.load_state_dict({"state": found, "param_groups": groups})
+
+
+def _counted_here(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with AdamW's count of steps in the host's memory; on a GPU, reading it would make the host wait."""
+    return {key: value.cpu() if key == "step" and isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def _scheduler_state(optimizer: torch.optim.Optimizer, saved: list[Mapping[str, Any]], names: Names) -> dict[str, Any]:

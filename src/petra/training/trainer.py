@@ -19,7 +19,9 @@ from petra.reversible.randomness import derived_seed
 from petra.reversible.streams import Streams, as_streams, single
 from petra.schedule import Order, Pipelined, lock_step, low_staleness
 from petra.training import state as states
+from petra.training.loss import count_answers, count_correct
 from petra.training.preparation import (
+    Loss,
     OptimizerFactory,
     SchedulerFactory,
     device_of,
@@ -30,15 +32,16 @@ from petra.training.preparation import (
     refuse_sharing,
 )
 
-Loss = Callable[[Any, Any], Tensor]
-
 ORDERS: dict[str, Callable[[int, int], Order]] = {"low-staleness": low_staleness, "lock-step": lock_step}
 """Orders of pipelined methods by name."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss and accuracy over a data set; the accuracy is None where it has no meaning."""
+    """Mean loss and accuracy over a data set; the accuracy is None where it has no meaning.
+
+    Where every sample has many targets, as the tokens of a text, both are means over all of them.
+    """
 
     loss: float
     accuracy: float | None
@@ -200,30 +203,30 @@ class Trainer:
         return None if outputs is None else single(outputs)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
-        """Loss and accuracy of ``batches``; nothing in flight is disturbed.
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], loss: Loss | None = None) -> Evaluation:
+        """Loss and accuracy of ``batches``; nothing in flight is disturbed. ``loss`` stands in for the trainer's own.
 
         With replicas, each of them gives its own share of the batches, and all hear the result of the whole.
         """
-        loss, correct, samples, classifies = 0.0, 0, 0, True
+        measure = self.loss if loss is None else loss
+        total, correct, answers, samples, classifies = 0.0, 0, 0, 0, True
         for x, y in batches:
             outputs, targets = self.predict(x), y.to(self.device)
-            samples += len(y)
             if outputs is None:
                 continue
-            loss += float(self.loss(outputs, targets)) * len(y)
+            samples += len(y)
+            count = count_answers(outputs, targets)
+            answers += count
+            total += float(measure(outputs, targets)) * count
             right = count_correct(outputs, targets)
             classifies = classifies and right is not None
             correct += int(right) if right is not None else 0
         self.transport.flush()
-        place = self.transport.place
-        last = place.rank == place.ranks - 1
-        loss, *counts = self.transport.total([loss, correct, not classifies, samples * last])
-        correct, others, samples = (int(count) for count in counts)
-        classifies = others == 0
+        total, *counts = self.transport.total([total, correct, not classifies, answers, samples])
+        correct, others, answers, samples = (int(count) for count in counts)
         if samples == 0:
             raise ValueError("there is nothing to evaluate: the batches are empty")
-        return Evaluation(loss / samples, correct / samples if classifies else None, samples)
+        return Evaluation(total / answers, correct / answers if others == 0 else None, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly.
@@ -304,16 +307,6 @@ def choose_order(method: Method, stages: int, accumulate: int, order: str | Sequ
     if len(order) != stages:
         raise ValueError(f"in_flight has {len(order)} numbers for {stages} stages: give one for each stage")
     return Pipelined(order, accumulate, "in-flight")
-
-
-def count_correct(outputs: Any, targets: Any) -> Tensor | None:
-    """How many outputs have their largest entry at the target; None unless these are classes."""
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or targets.shape != outputs.shape[:1]:
-        return None
-    if targets.is_floating_point():
-        return None
-    correct: Tensor = (outputs.argmax(dim=1) == targets).sum()
-    return correct
 
 
 def weights_hash(network: Mapping[str, Tensor]) -> str:

@@ -1,13 +1,11 @@
-"""Batches of one split of a data set, gathered, augmented and normalised on the device."""
+"""Batches of one split of a data set, made on the device."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from petra.training.data.augment import crop_and_flip, draw_moves
-from petra.training.data.images import ImageData
+from petra.training.data.protocol import Data, SplitName
 from petra.training.data.seeds import generator
 
 
@@ -16,15 +14,16 @@ class Batches:
 
     Any position can be resumed exactly, for there is no state. The split is moved to `device` once; random
     numbers are drawn on the CPU, so every device sees the same batches. The training split is shuffled each
-    epoch and, unless `augment` is False, cropped and flipped; the test split comes in order and untouched.
+    epoch and, unless `augment` is False, images are cropped and flipped and windows of text begin elsewhere; the
+    test split comes in order and untouched. `dtype` is that of images; tokens are int64.
     With `share` (r, R), every batch is the r-th of R parts of the one that there would be without. A part of a
     training batch is never empty: where there are fewer samples than parts, one stands in, with `weight` 0.
     """
 
     def __init__(
         self,
-        data: ImageData,
-        split: Literal["train", "test"],
+        data: Data,
+        split: SplitName,
         batch_size: int,
         *,
         seed: int = 0,
@@ -42,13 +41,6 @@ class Batches:
             raise ValueError(f"batch_size is {batch_size}: give 1 or more")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}: give a floating-point type such as torch.float32")
-        images = data.train_images if split == "train" else data.test_images
-        labels = data.train_labels if split == "train" else data.test_labels
-        if drop_last and batch_size > len(images):
-            raise ValueError(
-                f"batch_size is {batch_size} but the {split} split has {len(images)} images, so drop_last "
-                "leaves no batch: give a smaller batch_size"
-            )
         if split == "train" and batch_size < share[1]:
             raise ValueError(f"batch_size is {batch_size} for {share[1]} replicas: give each a sample at least")
         self.batch_size = batch_size
@@ -58,21 +50,18 @@ class Batches:
         self.dtype = dtype
         self._shuffle = split == "train"
         self._drop_last = drop_last
-        self._images = images.to(self.device)
-        self._labels = labels.to(self.device)
         augment = split == "train" if augment is None else augment
-        self._padding = data.crop_padding if augment else 0
-        self._flip = data.flip and augment
-        # (x / top - mean) / std as x * scale + shift; half precision only at the very end.
-        self._compute = torch.float64 if dtype == torch.float64 else torch.float32
-        top = 255.0 if images.dtype == torch.uint8 else 1.0
-        self._scale = self._per_channel([1 / (top * std) for std in data.std])
-        self._shift = self._per_channel([-mean / std for mean, std in zip(data.mean, data.std, strict=True)])
+        self._split = data.split(split, augment=augment, device=self.device, dtype=dtype)
+        if drop_last and batch_size > self.samples:
+            raise ValueError(
+                f"batch_size is {batch_size} but the {split} split has {self.samples} {data.unit}, so drop_last "
+                "leaves no batch: give a smaller batch_size"
+            )
 
     @property
     def samples(self) -> int:
         """Number of samples in the split."""
-        return len(self._images)
+        return len(self._split)
 
     def __len__(self) -> int:
         whole, rest = divmod(self.samples, self.batch_size)
@@ -89,7 +78,7 @@ class Batches:
         return (whole + (own < rest)) * shares / self.size(index)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches start, start + 1, … of that epoch, as (images, labels)."""
+        """Batches start, start + 1, … of that epoch, as (inputs, targets)."""
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}: give 0 or more")
         if not 0 <= start <= len(self):
@@ -104,16 +93,13 @@ class Batches:
                 if not self._shuffle:
                     continue
                 index = order[i * self.batch_size : i * self.batch_size + 1]
-            images = self._images.index_select(0, index)
-            if self._padding or self._flip:
-                random = generator(self.seed, "augment", epoch, i)
-                moves = self._part(draw_moves(self.size(i), self._padding, self._flip, random), dim=1)
-                if moves.shape[1] == 0:
-                    moves = torch.zeros(3, 1, dtype=torch.int64)
-                moves = self._send(moves)
-                images = crop_and_flip(images, moves, self._padding)
-            images = images.to(self._compute).mul_(self._scale).add_(self._shift).to(self.dtype)
-            yield images, self._labels.index_select(0, index)
+            drawn = self._split.draw(self.size(i), self.seed, epoch, i)
+            if drawn is not None:
+                drawn = self._part(drawn, dim=1)
+                if drawn.shape[1] == 0:  # for the one that stands in
+                    drawn = drawn.new_zeros(len(drawn), 1)
+                drawn = self._send(drawn)
+            yield self._split.take(index, drawn)
 
     def _part(self, whole: Tensor, dim: int = 0) -> Tensor:
         return whole.tensor_split(self._share[1], dim)[self._share[0]]
@@ -129,6 +115,3 @@ class Batches:
         if self.device.type == "cuda":
             return drawn.pin_memory().to(self.device, non_blocking=True)
         return drawn.to(self.device)
-
-    def _per_channel(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=self._compute, device=self.device).view(-1, 1, 1)

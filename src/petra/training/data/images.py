@@ -1,10 +1,14 @@
-"""The one form every data set takes: images and labels in memory, and how to normalise and augment them."""
+"""The one form every data set of images takes: pixels and labels in memory, and how to normalise and augment them."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from petra.training.data.pixels import ImageSplit
+from petra.training.data.protocol import SplitName
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,33 @@ class ImageData:
         """Channels, height and width of one image."""
         _, c, h, w = self.train_images.shape
         return c, h, w
+
+    @property
+    def unit(self) -> str:
+        return "images"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        channels, height, width = self.input_shape
+        size = height if height == width else (height, width)
+        return {"num_classes": self.num_classes, "in_channels": channels, "image_size": size}
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return ()
+
+    def split(self, name: SplitName, *, augment: bool, device: torch.device, dtype: torch.dtype) -> ImageSplit:
+        train = name == "train"
+        return ImageSplit(
+            self.train_images if train else self.test_images,
+            self.train_labels if train else self.test_labels,
+            mean=self.mean,
+            std=self.std,
+            crop_padding=self.crop_padding if augment else 0,
+            flip=self.flip and augment,
+            device=device,
+            dtype=dtype,
+        )
 
     def _check_split(self, split: str, images: Tensor, labels: Tensor) -> None:
         where = f"{self.name}: {split} split"

@@ -1,6 +1,7 @@
 """Finds a data set by the name or the path a user writes."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from petra.training.data.builtin import digits, synthetic
@@ -8,29 +9,43 @@ from petra.training.data.cifar import read_cifar
 from petra.training.data.folder import read_folder
 from petra.training.data.images import ImageData
 from petra.training.data.parquet import read_parquet
+from petra.training.data.protocol import Data
+from petra.training.data.sentences import read_sentences
+from petra.training.data.text import read_text
 
-_FOLDERS = (
+_SENTENCES = "texts with labels: train.tsv and test.tsv (or dev.tsv), or parquet, with columns sentence and label"
+_IMAGE_FOLDERS: tuple[tuple[Callable[[Path], ImageData | None], str], ...] = (
     (read_cifar, "CIFAR-10 or CIFAR-100 as published, Python or binary version"),
     (read_parquet, "Hugging Face parquet: train*.parquet and test*.parquet, here or in data/"),
     (read_folder, "image files: train/<class>/*.png and test/<class>/*.png (or jpg, bmp, webp)"),
 )
 
 
-def load(spec: str, *, seed: int = 0) -> ImageData:
-    """The data set that `spec` names (see `describe`); `seed` matters to synthetic data only."""
-    if spec == "digits":
-        return digits()
-    if spec.partition(":")[0] == "synthetic":
-        return synthetic(spec, seed)
+def load(spec: str, *, seed: int = 0, length: int | None = None, vocab_size: int | None = None) -> Data:
+    """The data set that `spec` names (see `describe`); `seed` matters to synthetic data only.
+
+    `length` is the number of tokens in a sample of text, `vocab_size` the most entries of a vocabulary of words.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind in ("text", "bytes"):
+        return _load_text(kind, rest, length, vocab_size)
+    if kind in ("digits", "synthetic") and (kind == "synthetic" or not rest):
+        _refuse_text_options(spec, length, vocab_size)
+        return synthetic(spec, seed) if kind == "synthetic" else digits()
     folder = os.path.expanduser(spec)
     if not os.path.exists(folder):
-        raise FileNotFoundError(f"no data set or folder {spec!r}: give digits, synthetic or an existing folder")
+        raise FileNotFoundError(
+            f"no data set or folder {spec!r}: give digits, synthetic, text:FILE, bytes:FILE or an existing folder"
+        )
     if not os.path.isdir(folder):
-        raise ValueError(f"{spec!r} is a file: give the folder that holds it")
-    for read, _ in _FOLDERS:
+        raise ValueError(f"{spec!r} is a file: give the folder that holds it, or text:{spec} to model it as text")
+    if (sentences := read_sentences(Path(folder), length, vocab_size)) is not None:
+        return sentences
+    for read, _ in _IMAGE_FOLDERS:
         if (data := read(Path(folder))) is not None:
+            _refuse_text_options(spec, length, vocab_size)
             return data
-    known = "; ".join(line for _, line in _FOLDERS)
+    known = "; ".join(line for _, line in (*_IMAGE_FOLDERS, (read_sentences, _SENTENCES)))
     raise ValueError(f"{spec!r} holds no data set that is understood: give a folder of {known}")
 
 
@@ -39,5 +54,23 @@ def describe() -> list[tuple[str, str]]:
     return [
         ("digits", "1797 handwritten digits of 8x8 pixels, shipped with scikit-learn"),
         ("synthetic[:CxHxW:classes[:train_samples]]", "random images and labels; 3x32x32:10:1024 by default"),
-        *(("FOLDER", line) for _, line in _FOLDERS),
+        ("text:FILE", "a text, character by character; its last tenth is for test"),
+        ("bytes:FILE", "any file, byte by byte"),
+        ("FOLDER", _SENTENCES),
+        *(("FOLDER", line) for _, line in _IMAGE_FOLDERS),
     ]
+
+
+def _load_text(kind: str, path: str, length: int | None, vocab_size: int | None) -> Data:
+    file = Path(os.path.expanduser(path))
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {path!r}: give {kind}:FILE with the path of a text")
+    if vocab_size is not None:
+        raise ValueError(f"--vocab-size is {vocab_size}, but {kind}:FILE has its own vocabulary: leave it out")
+    return read_text(file, "bytes" if kind == "bytes" else "characters", length)
+
+
+def _refuse_text_options(spec: str, length: int | None, vocab_size: int | None) -> None:
+    for name, value in (("--length", length), ("--vocab-size", vocab_size)):
+        if value is not None:
+            raise ValueError(f"{name} is {value}, but {spec} holds images: leave it out")

@@ -1,0 +1,145 @@
+"""The cases: what is measured over which sizes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from steps import Measured, build, fits, images, measure, tokens
+
+import petra
+from petra.tables import render
+
+Rows = list[dict[str, Any]]
+GIB = 2**30
+LENGTH = 512
+
+
+def batch(model: str, size: int, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    if "roberta" in model:
+        return tokens(size, 16 if options.smoke else LENGTH, options.device)
+    return images(size, 32 if options.smoke else 224, options.device)
+
+
+def small(model: str) -> dict[str, Any]:
+    """Sizes for a trial."""
+    if "vit" in model and "mvit" not in model:
+        return {"image_size": 32, "patch": 8, "width": 32, "depth": 2, "heads": 2}
+    return {}
+
+
+def attempt(model: str, way: str, size: int, options: argparse.Namespace) -> Measured | None:
+    extra = small(model) if options.smoke else {"length": LENGTH} if "roberta" in model else {}
+    return trial(model, way, batch(model, size, options), options, extra)
+
+
+def trial(
+    model: str,
+    way: str,
+    data: tuple[torch.Tensor, torch.Tensor],
+    options: argparse.Namespace,
+    extra: dict[str, Any],
+) -> Measured | None:
+    steps = 2 if options.smoke else options.steps
+    return fits(lambda: measure(build(model, way, **extra), way, *data, precision=options.precision, steps=steps))
+
+
+def speed(options: argparse.Namespace) -> Rows:
+    """Milliseconds and memory of every way; times are over the first way of the same model and batch."""
+    models, sizes, ways = options.models, options.batch_sizes, options.ways
+    if options.smoke:
+        models, sizes, ways = ["rev-vit-s"], [2], ["twin", "backprop", "reversible", "pareprop"]
+    rows: Rows = []
+    table = []
+    for model in models:
+        for size in sizes:
+            first: Measured | None = None
+            for way in ways:
+                found = attempt(model, way, size, options)
+                rows.append({"model": model, "batch": size, "way": way, **(asdict(found) if found else {"peak": None})})
+                if found is None:
+                    table.append([model, way, str(size), "does not fit", "", "", ""])
+                    continue
+                first = first or found
+                table.append(
+                    [
+                        model,
+                        way,
+                        str(size),
+                        f"{found.seconds * 1e3:.1f}",
+                        f"{found.fastest * 1e3:.1f}..{found.slowest * 1e3:.1f}",
+                        f"{first.seconds / found.seconds:.2f}",
+                        f"{found.peak / GIB:.2f}",
+                    ]
+                )
+                print(" ".join(table[-1]), flush=True)
+    print(render(["model", "way", "batch", "ms", "min..max", "times first", "GiB"], table, left=2), flush=True)
+    return rows
+
+
+def depth(options: argparse.Namespace) -> Rows:
+    """Peak memory beside parameters, their gradients and the optimizer's, at growing depth."""
+    rows: Rows = []
+    plan: list[tuple[str, str, int, dict[str, Any]]] = []
+    for way in ("backprop", "reversible", "pareprop"):
+        for blocks in (1, 2) if options.smoke else (12, 24, 48, 96):
+            width = 32 if options.smoke else 384
+            plan.append(("rev-vit-s", way, blocks, {"width": width, "depth": blocks, "heads": width // 16}))
+    for layers in (8,) if options.smoke else (60, 600):
+        blocks = (layers - 6) // 6  # two residual functions of two convolutions, in three groups
+        plan.append(("revnet110", "reversible", layers, {"depths": (max(1, (blocks + 1) // 2),) * 3}))
+    table = []
+    for model, way, count, extra in plan:
+        vision = "vit" in model
+        x, y = images(4 if options.smoke else 64, 32, options.device)
+        extra = {**extra, "num_classes": 1000, **({"image_size": 32, "patch": 4} if vision else {})}
+        found = trial(model, way, (x, y), options, extra)
+        if found is None:
+            table.append([model, way, str(count), "does not fit", "", ""])
+            continue
+        activations = found.peak - 16 * found.parameters  # weights, gradients, two moments
+        layers = sum(1 for m in petra.models.create(model, **extra).modules() if isinstance(m, torch.nn.Conv2d))
+        per_layer = found.seconds / (count if vision else layers)
+        rows.append(
+            {"model": model, "way": way, "depth": count, "convolutions": layers, "activations": activations}
+            | asdict(found)
+            | {"seconds_per_layer": per_layer}
+        )
+        table.append(
+            [
+                model,
+                way,
+                str(count),
+                f"{activations / 2**20:.1f}",
+                f"{found.seconds * 1e3:.1f}",
+                f"{per_layer * 1e3:.3f}",
+            ]
+        )
+    print(render(["model", "way", "depth", "activations MiB", "ms", "ms a layer"], table, left=2), flush=True)
+    return rows
+
+
+def budget(options: argparse.Namespace) -> Rows:
+    """The largest batch that fits, a power of two or one and a half times it, and the best throughput."""
+    if options.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(options.gib * GIB / torch.cuda.get_device_properties(0).total_memory)
+    models = ["rev-vit-s"] if options.smoke else options.models
+    ways = ["twin", "reversible"] if options.smoke else options.ways
+    sizes = [1, 2] if options.smoke else [2**i * n // 2 for i in range(3, 10) for n in (2, 3)]
+    rows: Rows = []
+    table = []
+    for model in models:
+        for way in ways:
+            largest, best = 0, 0.0
+            for size in sizes:
+                found = attempt(model, way, size, options)
+                if found is None:
+                    break
+                largest, best = size, max(best, size / found.seconds)
+                rows.append({"model": model, "way": way, "batch": size, **asdict(found)})
+            table.append([model, way, str(largest), f"{best:.0f}"])
+            print(" ".join(table[-1]), flush=True)
+    print(render(["model", "way", "largest batch", "best per second"], table, left=2), flush=True)
+    return rows

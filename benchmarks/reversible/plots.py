@@ -1,0 +1,71 @@
+"""Draws what run.py has measured: throughput and memory against batch size, memory against depth.
+
+    python benchmarks/reversible/plots.py results/speed.json results/depth.json
+
+A picture for every model of the case speed (as Figures 5, 6 and 7 of the PaReprop paper) and one for the case depth,
+beside the files they are made from.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+GIB = 2**30
+
+
+def speed(rows: list[dict[str, Any]], stem: Path) -> None:
+    """Throughput and peak memory of each model against batch size, a line a way."""
+    for model in dict.fromkeys(row["model"] for row in rows):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+        lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for row in rows:
+            if row["model"] == model and row["peak"] is not None:
+                lines[row["way"]].append(row)
+        for way, points in lines.items():
+            sizes = [point["batch"] for point in points]
+            left.plot(sizes, [point["batch"] / point["seconds"] for point in points], marker="o", label=way)
+            right.plot(sizes, [point["peak"] / GIB for point in points], marker="o", label=way)
+        for axes, what in ((left, "samples per second"), (right, "peak memory (GiB)")):
+            axes.set(xlabel="batch", ylabel=what, xscale="log")
+            axes.grid(alpha=0.3)
+        left.legend(fontsize="small")
+        figure.suptitle(model)
+        figure.savefig(stem.with_name(f"{stem.name}-{model}.png"), dpi=150)
+        pyplot.close(figure)
+
+
+def depth(rows: list[dict[str, Any]], stem: Path) -> None:
+    """Memory of activations against the number of blocks, a line a way."""
+    figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if "vit" in row["model"]:
+            lines[row["way"]].append(row)
+    for way, points in lines.items():
+        axes.plot([p["depth"] for p in points], [p["activations"] / GIB for p in points], marker="o", label=way)
+    axes.set(xlabel="blocks", ylabel="activations (GiB)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(stem.with_suffix(".png"), dpi=150)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Draw every file that is given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    for file in parser.parse_args().files:
+        result = json.loads(file.read_text())
+        draw = depth if result["case"] == "depth" else speed
+        draw(result["rows"], file.with_suffix(""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Multiscale vision transformers (MViTv2), plain and reversible (Rev-MViT: Mangalam et al., 2022).
+
+Within a resolution blocks are reversible, f is pooling attention and g an MLP. A block that changes the shape is
+not: it fuses the two streams, is an ordinary block, and its output begins both streams anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from petra.models.hierarchy import (
+    MLP,
+    Branch,
+    DropPath,
+    FuseKind,
+    Fusion,
+    MapHead,
+    PlainBlock,
+    check_hierarchy,
+    check_image,
+    drop_path_rates,
+    initialise,
+)
+from petra.models.pooling import EPS, PoolingAttention, pooled
+from petra.models.registry import register
+from petra.reversible import Network, ReversibleBlock
+
+WidenKind = Literal["attention", "mlp"]
+
+
+class OverlappingEmbedding(nn.Module):
+    """The first layer: a convolution over patches that overlap, once for every stream."""
+
+    def __init__(self, inputs: int, width: int, image_size: int, patch: int, streams: int) -> None:
+        super().__init__()
+        self.image_size = image_size
+        self.streams = streams
+        self.conv = nn.Conv2d(inputs, width, 2 * patch - 1, stride=patch, padding=patch - 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        check_image(x, self.image_size)
+        return (self.conv(x).permute(0, 2, 3, 1).contiguous(),) * self.streams
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of one block."""
+
+    inputs: int
+    """Channels that come in."""
+    width: int
+    """Channels of the attention."""
+    outputs: int
+    """Channels that go out."""
+    heads: int
+    size: int
+    """The side of the map that comes in."""
+    query_stride: int
+    key_stride: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the block keeps the shape of its stream."""
+        return self.inputs == self.width == self.outputs and self.query_stride == 1
+
+
+class TransitionBlock(nn.Module):
+    """Fuses the streams, pools queries and widens, all where the shape asks for it.
+
+    x ← pool(project(n)) + attention(n), x ← project(m) + mlp(m) with norms n and m of x; a stream that
+    keeps its channels is not projected but added as it is.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        mlp_ratio: float,
+        *,
+        relative: bool,
+        dropout: float,
+        drop_path: float,
+        fuse: FuseKind,
+        takes: int,
+        gives: int,
+    ) -> None:
+        super().__init__()
+        self.stride = shape.query_stride
+        self.gives = gives
+        self.fuse = Fusion(shape.inputs, fuse if takes > 1 else "mean")
+        self.norm1 = nn.LayerNorm(shape.inputs, eps=EPS)
+        self.attention = _attention(shape, relative, dropout)
+        self.project1 = nn.Linear(shape.inputs, shape.width) if shape.width != shape.inputs else None
+        self.norm2 = nn.LayerNorm(shape.width, eps=EPS)
+        self.mlp = MLP(shape.width, round(shape.width * mlp_ratio), shape.outputs, dropout)
+        self.project2 = nn.Linear(shape.width, shape.outputs) if shape.outputs != shape.width else None
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        x = self.fuse(*streams)
+        n = self.norm1(x)
+        if self.project1 is not None:
+            x = self.project1(n)
+        if self.stride > 1:
+            x = functional.max_pool2d(x.permute(0, 3, 1, 2), self.stride + 1, self.stride, (self.stride + 1) // 2)
+            x = x.permute(0, 2, 3, 1)
+        x = x + self.drop_path(self.attention(n))
+        n = self.norm2(x)
+        if self.project2 is not None:
+            x = self.project2(n)
+        return (x + self.drop_path(self.mlp(n)),) * self.gives
+
+
+def mvit(
+    *,
+    width: int,
+    depths: tuple[int, ...],
+    heads: tuple[int, ...],
+    reversible: bool = True,
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    image_size: int = 224,
+    patch: int = 4,
+    key_stride: int = 4,
+    mlp_ratio: float = 4,
+    widen: WidenKind = "attention",
+    relative: bool = True,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    fuse: FuseKind = "mean",
+) -> Network:
+    """An MViT with ``depths[i]`` blocks of ``width * 2**i`` channels and ``heads[i]`` heads in group i.
+
+    The first block of a group halves the resolution. Channels double in its attention or, with ``widen="mlp"``,
+    in the MLP before it. Keys and values are pooled with ``key_stride`` in the first group, half of it in the
+    next, and so on. Without ``relative`` positions, only the padding of the convolutions tells where a token is.
+    """
+    check_hierarchy(
+        width=width,
+        depths=depths,
+        heads=heads,
+        image_size=image_size,
+        patch=patch,
+        mlp_ratio=mlp_ratio,
+        num_classes=num_classes,
+        in_channels=in_channels,
+        dropout=dropout,
+        drop_path=drop_path,
+        fuse=fuse,
+    )
+    if key_stride < 1:
+        raise ValueError(f"key_stride is {key_stride}: give 1 or more")
+    if widen not in ("attention", "mlp"):
+        raise ValueError(f"widen is {widen!r}: choose 'attention' or 'mlp', the place where channels double")
+    shapes = _shapes(width, depths, heads, image_size // patch, key_stride, widen)
+    # There are two streams on both sides of every reversible block, elsewhere one is enough.
+    inverts = [False, *(reversible and shape.kept for shape in shapes.values()), False]
+    stem = OverlappingEmbedding(in_channels, width, image_size, patch, 1 + inverts[1])
+    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
+    rates = drop_path_rates(sum(depths), drop_path)
+    for i, ((name, shape), rate) in enumerate(zip(shapes.items(), rates, strict=True), 1):
+        if shape.kept:
+            mlp = MLP(shape.width, round(shape.width * mlp_ratio), shape.width, dropout)
+            f = Branch(nn.LayerNorm(shape.width, eps=EPS), _attention(shape, relative, dropout), rate)
+            g = Branch(nn.LayerNorm(shape.width, eps=EPS), mlp, rate)
+            layers[name] = ReversibleBlock(f, g) if reversible else PlainBlock(f, g)
+        else:
+            layers[name] = TransitionBlock(
+                shape,
+                mlp_ratio,
+                relative=relative,
+                dropout=dropout,
+                drop_path=rate,
+                fuse=fuse,
+                takes=1 + inverts[i - 1],
+                gives=1 + inverts[i + 1],
+            )
+    layers["head"] = MapHead(width << (len(depths) - 1), num_classes, EPS)
+    network = Network(layers)
+    initialise(network)
+    return network
+
+
+def _shapes(
+    width: int, depths: tuple[int, ...], heads: tuple[int, ...], size: int, key_stride: int, widen: WidenKind
+) -> dict[str, Shape]:
+    """All blocks by name."""
+    shapes: dict[str, Shape] = {}
+    inputs = width
+    for group, depth in enumerate(depths):
+        inner = width << group
+        for block in range(depth):
+            stride = 2 if group and not block else 1
+            widens = widen == "mlp" and block == depth - 1 and group < len(depths) - 1
+            outputs = 2 * inner if widens else inner
+            keys = max(key_stride >> group, 1)
+            shapes[f"group{group + 1}_block{block}"] = Shape(inputs, inner, outputs, heads[group], size, stride, keys)
+            inputs = outputs
+            size = pooled(size, stride)
+    return shapes
+
+
+def _attention(shape: Shape, relative: bool, dropout: float) -> PoolingAttention:
+    return PoolingAttention(
+        shape.inputs,
+        shape.width,
+        shape.heads,
+        shape.size,
+        query_stride=shape.query_stride,
+        key_stride=shape.key_stride,
+        relative=relative,
+        dropout=dropout,
+    )
+
+
+for _letter, _width, _depths, _heads, _widen in (
+    ("S", 96, (1, 2, 11, 2), 1, "attention"),
+    ("B", 96, (2, 3, 16, 3), 1, "attention"),
+    ("L", 144, (2, 6, 36, 4), 2, "mlp"),
+    ("H", 192, (4, 8, 60, 8), 3, "attention"),
+):
+    for _reversible in (True, False):
+        register(
+            f"{'rev-' if _reversible else ''}mvit-{_letter.lower()}",
+            f"{'reversible ' if _reversible else ''}MViTv2-{_letter}, {sum(_depths) + 2} layers to cut",
+            mvit,
+            reversible=_reversible,
+            width=_width,
+            depths=_depths,
+            heads=tuple(_heads << group for group in range(4)),
+            widen=_widen,
+        )

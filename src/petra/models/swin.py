@@ -1,0 +1,144 @@
+"""Swin Transformers, plain and reversible (Rev-Swin, PaReprop Section 3.4).
+
+Within a resolution blocks are reversible, f attends within windows and g is an MLP. Between resolutions the
+two streams are fused, merged 2×2, and begin anew as two copies.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from petra.models.hierarchy import (
+    MLP,
+    Branch,
+    FuseKind,
+    Fusion,
+    MapHead,
+    PlainBlock,
+    check_hierarchy,
+    check_image,
+    drop_path_rates,
+    initialise,
+)
+from petra.models.registry import register
+from petra.models.windows import WindowAttention
+from petra.reversible import Network, ReversibleBlock
+
+
+class PatchEmbedding(nn.Module):
+    """The first layer: a linear map of each patch and a norm, once for every stream."""
+
+    def __init__(self, inputs: int, width: int, image_size: int, patch: int, dropout: float, streams: int) -> None:
+        super().__init__()
+        self.image_size = image_size
+        self.streams = streams
+        self.conv = nn.Conv2d(inputs, width, patch, stride=patch)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        check_image(x, self.image_size)
+        return (self.dropout(self.norm(self.conv(x).permute(0, 2, 3, 1))),) * self.streams
+
+
+class PatchMerging(nn.Module):
+    """Fuses the streams, halves the resolution and doubles the channels: 2×2 tokens become one."""
+
+    def __init__(self, width: int, size: int, fuse: FuseKind, streams: int) -> None:
+        super().__init__()
+        self.odd = size % 2
+        self.streams = streams
+        self.fuse = Fusion(width, fuse if streams > 1 else "mean")
+        self.norm = nn.LayerNorm(4 * width)
+        self.reduce = nn.Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        x = self.fuse(*streams)
+        if self.odd:
+            x = functional.pad(x, (0, 0, 0, 1, 0, 1))
+        # Channels of the four in the order of Swin's weights: column by column.
+        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return (self.reduce(self.norm(x)),) * self.streams
+
+
+def swin(
+    *,
+    width: int,
+    depths: tuple[int, ...],
+    heads: tuple[int, ...],
+    reversible: bool = True,
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    image_size: int = 224,
+    patch: int = 4,
+    window: int = 7,
+    mlp_ratio: float = 4,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    fuse: FuseKind = "mean",
+) -> Network:
+    """A Swin Transformer with ``depths[i]`` blocks of ``width * 2**i`` channels and ``heads[i]`` heads in group i.
+
+    Every other block's windows are shifted by half a window. The rate of stochastic depth grows evenly from
+    0 in the first block to ``drop_path`` in the last.
+    """
+    check_hierarchy(
+        width=width,
+        depths=depths,
+        heads=heads,
+        image_size=image_size,
+        patch=patch,
+        mlp_ratio=mlp_ratio,
+        num_classes=num_classes,
+        in_channels=in_channels,
+        dropout=dropout,
+        drop_path=drop_path,
+        fuse=fuse,
+    )
+    if window < 1:
+        raise ValueError(f"window is {window}: give the tokens of its side, 1 or more")
+    streams, kind = (2, ReversibleBlock) if reversible else (1, PlainBlock)
+    stem = PatchEmbedding(in_channels, width, image_size, patch, dropout, streams)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
+    rates = drop_path_rates(sum(depths), drop_path)
+    size = image_size // patch
+    for group, depth in enumerate(depths):
+        inner = width << group
+        if group:
+            layers[f"group{group + 1}_merging"] = PatchMerging(inner // 2, size, fuse, streams)
+            size = (size + 1) // 2
+        for block in range(depth):
+            rate = next(rates)
+            shift = window // 2 if block % 2 else 0
+            attention = WindowAttention(inner, heads[group], size, window, shift, dropout)
+            mlp = MLP(inner, round(inner * mlp_ratio), inner, dropout)
+            f = Branch(nn.LayerNorm(inner), attention, rate)
+            g = Branch(nn.LayerNorm(inner), mlp, rate)
+            layers[f"group{group + 1}_block{block}"] = kind(f, g)
+    layers["head"] = MapHead(width << (len(depths) - 1), num_classes)
+    network = Network(layers)
+    initialise(network)
+    return network
+
+
+# G is known by its 661M parameters; 352 is the width that gives them at L's depth and heads of 32 channels.
+for _letter, _width, _depths in (
+    ("T", 96, (2, 2, 6, 2)),
+    ("S", 96, (2, 2, 18, 2)),
+    ("B", 128, (2, 2, 18, 2)),
+    ("L", 192, (2, 2, 18, 2)),
+    ("G", 352, (2, 2, 18, 2)),
+):
+    for _reversible in (True, False):
+        register(
+            f"{'rev-' if _reversible else ''}swin-{_letter.lower()}",
+            f"{'reversible ' if _reversible else ''}Swin-{_letter}, {sum(_depths) + 5} layers to cut",
+            swin,
+            reversible=_reversible,
+            width=_width,
+            depths=_depths,
+            heads=tuple(_width // 32 << group for group in range(4)),
+        )

@@ -1,0 +1,60 @@
+"""Columns of parquet files, and the errors of files that are not what they should be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+LABEL_NAMES = ("label", "fine_label", "labels")
+
+
+def read_schema(path: Path) -> Any:
+    """Names and types of the columns."""
+    return _read(path, lambda parquet: parquet.read_schema(path))
+
+
+def read_table(path: Path, columns: list[str]) -> Any:
+    """Some of the columns."""
+    return _read(path, lambda parquet: parquet.read_table(path, columns=columns).combine_chunks())
+
+
+def _read(path: Path, read: Any) -> Any:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"reading {path} needs pyarrow: pip install 'petra[images]'") from error
+    try:
+        return read(parquet)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable parquet file ({type(error).__name__}): download it again"
+        ) from error
+
+
+def byte_columns(schema: Any) -> list[str]:
+    """The columns that hold bytes, as encoded images do, by themselves or in a structure."""
+    from pyarrow import types
+
+    def holds_bytes(kind: Any) -> bool:
+        if types.is_struct(kind):
+            return any(field.name == "bytes" and holds_bytes(field.type) for field in kind)
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+    return [field.name for field in schema if holds_bytes(field.type)]
+
+
+def pick(path: Path, what: str, preferred: tuple[str, ...], found: list[str], schema: Any) -> str:
+    """The first of the preferred names that is found, or the first that is found at all."""
+    for name in (*preferred, *found):
+        if name in found:
+            return name
+    raise ValueError(f"{path} has no {what} column among {schema.names}: name it {' or '.join(preferred)}")
+
+
+def class_names(schema: Any, label: str) -> tuple[str, ...]:
+    """The names Hugging Face's metadata gives to the label's values; empty without such metadata."""
+    try:
+        feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]
+        return tuple(str(name) for name in feature["names"])
+    except (KeyError, TypeError, ValueError):
+        return ()

@@ -1,0 +1,41 @@
+"""Optimizers with the habits of the papers: weight decay is for matrices, not for norms and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+OPTIMIZERS = ("sgd", "adamw")
+
+
+def sgd(
+    parameters: Sequence[nn.Parameter], *, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
+) -> torch.optim.SGD:
+    """SGD with Nesterov momentum and no weight decay on norms and biases (Goyal et al., 2017)."""
+    return torch.optim.SGD(_groups(parameters, weight_decay), lr, momentum=momentum, nesterov=momentum > 0)
+
+
+def adamw(
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """AdamW with no weight decay on norms and biases."""
+    return torch.optim.AdamW(_groups(parameters, weight_decay), lr, betas=betas)
+
+
+def base_learning_rate(batch_size: int, accumulate: int) -> float:
+    """The PETRA paper's rule for SGD: 0.1 for 256 samples per update, in proportion to their number."""
+    return 0.1 * batch_size * accumulate / 256
+
+
+def _groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    decayed = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

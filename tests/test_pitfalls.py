@@ -1,0 +1,187 @@
+"""What users of reversible layers run into elsewhere: each has its test here."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from networks import residual
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from petra import Network, ReversibleBlock, pareprop, plain_autograd
+
+
+def network(depth=3, width=4, dropout=0.2):
+    torch.manual_seed(0)
+    blocks = [ReversibleBlock(residual(width, dropout=dropout), residual(width, dropout=dropout)) for _ in range(depth)]
+    return Network(Split(width), *blocks, Join(width)).double()
+
+
+class Split(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2 * width, 1)
+
+    def forward(self, x):
+        return self.conv(x).chunk(2, dim=1)
+
+
+class Join(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.fc = nn.Linear(2 * width, 3)
+
+    def forward(self, a, b):
+        return self.fc(torch.cat([a, b], 1).mean((2, 3)))
+
+
+def data(count=4):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(count, 3, 5, 5, generator=generator, dtype=torch.float64)
+
+
+def gradients(net, x, plain=False):
+    torch.manual_seed(3)
+    if plain:
+        with plain_autograd():
+            y = net(x)
+    else:
+        y = net(x)
+    y.square().sum().backward()
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_backward_in_evaluation_mode(training):
+    net = network().train(training)
+    net(data())  # statistics that are not those of the start
+    twin = copy.deepcopy(net)
+    assert_same(gradients(net, data()), gradients(twin, data(), plain=True))
+    for a, b in zip(net.buffers(), twin.buffers(), strict=True):
+        assert a.equal(b)
+
+
+def test_gradients_accumulate_over_batches():
+    net = network()
+    twin = copy.deepcopy(net)
+    for x in (data(4), data(3), data(5)):
+        found, expected = gradients(net, x), gradients(twin, x, plain=True)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("frozen", ["all but one", "lowest", "topmost"])
+def test_frozen_parameters(frozen):
+    net = network()
+    chosen = {"all but one": net[1:-1], "lowest": net[:2], "topmost": net[-2:]}[frozen]
+    chosen.requires_grad_(False)
+    if frozen == "all but one":
+        net[2].f[0].weight.requires_grad_(True)
+    twin = copy.deepcopy(net)
+    found = gradients(net, data())
+    assert_same(found, gradients(twin, data(), plain=True))
+    assert len(found) == sum(p.requires_grad for p in net.parameters())
+
+
+def test_the_scale_of_a_gradient_scaler_passes_through():
+    net = network()
+    expected = gradients(copy.deepcopy(net), data())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    torch.manual_seed(3)
+    scaler.scale(net(data()).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    assert_same({name: p.grad for name, p in net.named_parameters()}, expected)
+
+
+def test_neighbours_that_work_in_place():
+    """Above a run: noticed. Below it: as under plain autograd, for the run keeps its own outputs only."""
+    below = Network(nn.Sequential(Split(4), Both(nn.ReLU(inplace=True))), *network()[1:]).double()
+    twin = copy.deepcopy(below)
+    assert_same(gradients(below, data()), gradients(twin, data(), plain=True))
+    above = Network(*network()[:-1], Both(nn.ReLU(inplace=True)), Join(4)).double()
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        gradients(above, data())
+
+
+class Both(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *streams):
+        streams = tuple(x * 1 for x in streams[0]) if isinstance(streams[0], tuple) else streams
+        return tuple(self.function(x) for x in streams)
+
+
+@pytest.mark.parametrize("way", ["reversible", "pareprop"])
+def test_memory_is_saved_after_all(way):
+    """What autograd keeps for the backward pass, of a run of any depth, is its outputs."""
+
+    def kept(depth):
+        sizes = []
+        net = Network(*(ReversibleBlock(residual(4), residual(4)) for _ in range(depth)))
+        x = torch.randn(2, 4, 5, 5, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            if way == "pareprop":
+                with pareprop():
+                    net(x, x * 1)
+            else:
+                net(x, x * 1)
+        return sum(sizes)
+
+    assert kept(1) == kept(4) == kept(16) == 2 * 2 * 4 * 5 * 5
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_residual_functions(backend):
+    net = network(dropout=0.0)
+    expected = gradients(copy.deepcopy(net), data())
+    net.compile_functions(backend=backend)
+    assert list(net.state_dict()) == list(network().state_dict())
+    assert_same(gradients(net, data()), expected)
+
+
+def test_a_hook_of_a_parameter_fires_once():
+    net = network()
+    fired = []
+    for name, p in net.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    gradients(net, data())
+    assert sorted(fired) == sorted(name for name, _ in net.named_parameters())
+
+
+def _data_parallel(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    net = network(dropout=0.0).eval()  # the mean over halves is the mean over all
+    expected = gradients(copy.deepcopy(net), data(8), plain=True)
+    wrapped = DistributedDataParallel(net)
+    for _ in range(2):  # a second pass is where "marked ready twice" comes up
+        wrapped.zero_grad()
+        wrapped(data(8).chunk(2)[rank]).square().sum().backward()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(2 * p.grad, expected[name], rtol=1e-9, atol=1e-9)
+    # shards of parameters, gathered by the root for the whole network
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = network(dropout=0.0).eval()
+    fully_shard(sharded)
+    sharded(data(8).chunk(2)[rank]).square().sum().backward()
+    for name, p in sharded.named_parameters():
+        torch.testing.assert_close(2 * p.grad.full_tensor(), expected[name], rtol=1e-9, atol=1e-9)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="gloo with a file store")
+def test_data_parallel_wrappers(tmp_path):
+    torch.multiprocessing.spawn(_data_parallel, (str(tmp_path),), nprocs=2)
