@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import conv2d, cross_entropy, layer_norm
+from torch.nn.functional import conv2d, cross_entropy, gelu, layer_norm
 from trainers import make
 
-from petra import Network, ReversibleBlock, check_invertible, models, plain_autograd
-from petra.models.hierarchy import DropPath, Fusion
+from petra import Network, ReversibleBlock, check_invertible, models, pareprop, plain_autograd
+from petra.models.hierarchy import MLP, DropPath, Fusion
 from petra.models.mvit import TransitionBlock
 from petra.models.pooling import PoolingAttention
 from petra.models.swin import PatchMerging
@@ -116,10 +116,13 @@ def test_reversible_gradients_equal_plain_autograd(family, depths):
         parameter.requires_grad_(False)
     x = images(3)
     found = gradients(network, x)
+    with pareprop():
+        overlapped = gradients(network, x)
     with plain_autograd():
         expected = gradients(network, x)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    for a, b, c in zip(found, overlapped, expected, strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(b, c, rtol=1e-9, atol=1e-9)
     # Stochastic depth may leave a block out for all three samples, not more.
     assert sum(g.abs().max() > 1e-3 for g in expected) > 0.8 * len(expected)
 
@@ -353,6 +356,25 @@ def test_transition_blocks_are_ordinary_blocks_on_the_mean():
     y1, y2 = block(x1, x2)
     assert y1 is y2
     torch.testing.assert_close(y1, expected, rtol=1e-12, atol=1e-12)
+    # Stochastic depth takes both of its residual functions.
+    block.attention.register_forward_hook(lambda *_: calls.append("attention"))
+    block.mlp.register_forward_hook(lambda *_: calls.append("mlp"))
+    block.drop_path.register_forward_hook(lambda module, inputs, output: calls.append("drop") or 0 * output)
+    calls = []
+    assert torch.equal(block(x1, x2)[0], highest)
+    assert calls == ["attention", "drop", "mlp", "drop"]
+
+
+def test_mlp():
+    torch.manual_seed(0)
+    mlp, x = MLP(3, 400, 500, dropout=0.5), torch.randn(2, 3)
+    assert abs((mlp(x) == 0).float().mean() - 0.5) < 0.1
+    hidden = []
+    mlp.down.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
+    mlp(x)
+    assert abs((hidden[0] == 0).float().mean() - 0.5) < 0.1
+    mlp.eval()
+    torch.testing.assert_close(mlp(x), mlp.down(gelu(mlp.up(x))))
 
 
 def test_fusing():
