@@ -412,7 +412,7 @@ def test_stochastic_depth_leaves_out_whole_samples_and_keeps_the_expectation():
 def test_dropout_and_stochastic_depth_reach_every_block(family):
     for option in ("dropout", "drop_path"):
         network = tiny(family, **{option: 0.5})
-        x = torch.randn(8, 8, 8, 4, dtype=torch.float64)
+        x = torch.randn(64, 8, 8, 4, dtype=torch.float64)
         for f in (network.group1_block1.f, network.group1_block1.g):
             assert not torch.equal(f(x), f(x)), option
             f.eval()
