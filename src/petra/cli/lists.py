@@ -36,15 +36,16 @@ def list_models(options: argparse.Namespace) -> None:
     for entry in models.entries():
         takes = accepted(entry.name)
         imagenet = {"num_classes": 1000, "stem": "imagenet"} if "in_channels" in takes else {}
+        unsaid = imagenet.keys() & takes - entry.arguments.keys()
         with torch.device("meta"):
-            network = models.create(entry.name, **{name: imagenet[name] for name in imagenet.keys() & takes})
+            network = models.create(entry.name, **{name: imagenet[name] for name in unsaid})
         parameters = sum(p.numel() for p in network.parameters())
         row = [entry.name, entry.summary, f"{parameters / 1e6:.1f}M"]
         tables.setdefault(task(takes), {}).setdefault(entry.build, []).append(row)
     for number, (what, families) in enumerate(tables.items()):
         rows = [row for family in families.values() for row in (["", "", ""], *family)][1:]
-        size = "parameters (ImageNet)" if "images" in what else "parameters"
-        print("\n" * (number > 0) + render([f"for {what}", "what it is", size], rows, left=2))
+        print("\n" * (number > 0) + render([f"for {what}", "what it is", "parameters"], rows, left=2))
+    print("\nSizes of networks for images are with ImageNet's 1000 classes, of those for CIFAR with 10.")
 
 
 def list_recipes(options: argparse.Namespace) -> None:
