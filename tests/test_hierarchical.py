@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import conv2d, cross_entropy, layer_norm
+from torch.nn.functional import conv2d, cross_entropy, gelu, layer_norm
 from trainers import make
 
-from petra import Network, ReversibleBlock, check_invertible, models, plain_autograd
-from petra.models.hierarchy import DropPath, Fusion
+from petra import Network, ReversibleBlock, check_invertible, models, pareprop, plain_autograd
+from petra.models.hierarchy import MLP, Fusion
 from petra.models.mvit import TransitionBlock
+from petra.models.parts import DropPath
 from petra.models.pooling import PoolingAttention
 from petra.models.swin import PatchMerging
 from petra.models.windows import WindowAttention
@@ -116,10 +117,13 @@ def test_reversible_gradients_equal_plain_autograd(family, depths):
         parameter.requires_grad_(False)
     x = images(3)
     found = gradients(network, x)
+    with pareprop():
+        overlapped = gradients(network, x)
     with plain_autograd():
         expected = gradients(network, x)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    for a, b, c in zip(found, overlapped, expected, strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(b, c, rtol=1e-9, atol=1e-9)
     # Stochastic depth may leave a block out for all three samples, not more.
     assert sum(g.abs().max() > 1e-3 for g in expected) > 0.8 * len(expected)
 
@@ -145,7 +149,7 @@ def test_twins_share_weights_and_differ_in_wiring_alone(family):
     y1 = x1 + block.f(x2)
     y2 = x2 + block.g(y1)
     assert all(torch.equal(a, b) for a, b in zip(block(x1, x2), (y1, y2), strict=True))
-    assert torch.equal(twin(x), y1 + block.g(y1))
+    assert torch.equal(twin(x)[0], y1 + block.g(y1))
     z1, z2 = torch.randn(2, 3, 4, 4, 8, dtype=torch.float64)
     assert torch.equal(reversible.head(z1, z2), plain.head((z1 + z2) / 2))
     expected = plain.head.fc(layer_norm(z1, (8,), eps=plain.head.norm.eps).mean((1, 2)))
@@ -353,6 +357,25 @@ def test_transition_blocks_are_ordinary_blocks_on_the_mean():
     y1, y2 = block(x1, x2)
     assert y1 is y2
     torch.testing.assert_close(y1, expected, rtol=1e-12, atol=1e-12)
+    # Stochastic depth takes both of its residual functions.
+    block.attention.register_forward_hook(lambda *_: calls.append("attention"))
+    block.mlp.register_forward_hook(lambda *_: calls.append("mlp"))
+    block.drop_path.register_forward_hook(lambda module, inputs, output: calls.append("drop") or 0 * output)
+    calls = []
+    assert torch.equal(block(x1, x2)[0], highest)
+    assert calls == ["attention", "drop", "mlp", "drop"]
+
+
+def test_mlp():
+    torch.manual_seed(0)
+    mlp, x = MLP(3, 400, 500, dropout=0.5), torch.randn(2, 3)
+    assert abs((mlp(x) == 0).float().mean() - 0.5) < 0.1
+    hidden = []
+    mlp.down.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
+    mlp(x)
+    assert abs((hidden[0] == 0).float().mean() - 0.5) < 0.1
+    mlp.eval()
+    torch.testing.assert_close(mlp(x), mlp.down(gelu(mlp.up(x))))
 
 
 def test_fusing():
@@ -389,7 +412,7 @@ def test_stochastic_depth_leaves_out_whole_samples_and_keeps_the_expectation():
 def test_dropout_and_stochastic_depth_reach_every_block(family):
     for option in ("dropout", "drop_path"):
         network = tiny(family, **{option: 0.5})
-        x = torch.randn(8, 8, 8, 4, dtype=torch.float64)
+        x = torch.randn(64, 8, 8, 4, dtype=torch.float64)
         for f in (network.group1_block1.f, network.group1_block1.g):
             assert not torch.equal(f(x), f(x)), option
             f.eval()

@@ -22,6 +22,13 @@ def test_code_block(number, capsys):
         assert printed.startswith("inverts: inputs come back to")
 
 
+def test_the_code_on_reversible_networks_works():
+    guide = (Path(__file__).parents[1] / "docs" / "reversible.md").read_text()
+    block = re.search(r"```python\n(.*?)```", guide, flags=re.DOTALL)[1]
+    assert "pareprop" in block
+    exec(compile(block, "docs/reversible.md", "exec"), {})
+
+
 def test_there_are_two_blocks_and_the_first_is_short():
     assert len(BLOCKS) == 2
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 11

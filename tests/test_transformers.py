@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from trainers import make
 
 from petra import ReversibleBlock, models, pareprop, plain_autograd
-from petra.models.attention import MLP, Attention, DropPath
-from petra.models.transformer import TransformerLayer
+from petra.models.attention import MLP, Attention
+from petra.models.parts import DropPath, PlainBlock
 from petra.schedule import Kind
 
 SIZES = {  # parameters, millions published, layers
@@ -83,7 +83,7 @@ def test_parameters_and_layers(prefix, name, size):
     assert (parameters, len(network)) == (size[0], size[2])
     assert size[1] is None or abs(parameters / 1e6 / size[1] - 1) < 0.01
     kinds = {type(layer) for layer in network[1:-1]}
-    assert kinds == {ReversibleBlock if prefix else TransformerLayer}
+    assert kinds == {ReversibleBlock if prefix else PlainBlock}
 
 
 def test_all_names_are_tested():

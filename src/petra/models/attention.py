@@ -9,23 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-
-class DropPath(nn.Module):
-    """Stochastic depth: zero for a random part of the samples, scaled up for the others."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0:
-            return x
-        keep = 1 - self.rate
-        kept = x.new_empty(len(x), *[1] * (x.ndim - 1)).bernoulli_(keep)
-        return x * (kept / keep)
-
-    def extra_repr(self) -> str:
-        return f"{self.rate}"
+from petra.models.parts import DropPath
 
 
 class Attention(nn.Module):

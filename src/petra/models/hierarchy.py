@@ -5,32 +5,15 @@ Streams are feature maps of shape (batch, height, width, channels).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from petra.models.parts import DropPath, check_rates, draw, mean
+
 FuseKind = Literal["mean", "linear", "mlp"]
-
-
-class DropPath(nn.Module):
-    """Stochastic depth: leaves a residual function out for some of the samples."""
-
-    keep: Tensor
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.active = rate > 0
-        # A tensor, so that blocks which differ in their rates alone are compiled once.
-        self.register_buffer("keep", torch.tensor(1 - rate), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and self.active):
-            return x
-        drawn = torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device)
-        return x * ((drawn < self.keep).to(x.dtype) / self.keep)
 
 
 class MLP(nn.Module):
@@ -58,19 +41,6 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop_path(self.body(self.norm(x)))  # type: ignore[no-any-return]
-
-
-class PlainBlock(nn.Module):
-    """The plain twin of a reversible block: x ← x + f(x), x ← x + g(x)."""
-
-    def __init__(self, f: nn.Module, g: nn.Module) -> None:
-        super().__init__()
-        self.f = f
-        self.g = g
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.f(x)
-        return x + self.g(x)  # type: ignore[no-any-return]
 
 
 class Fusion(nn.Module):
@@ -112,11 +82,6 @@ class MapHead(nn.Module):
         return self.fc(self.norm(mean(streams)).mean(dim=(1, 2)))  # type: ignore[no-any-return]
 
 
-def mean(streams: tuple[Tensor, ...]) -> Tensor:
-    """The mean of two streams, or the only one."""
-    return streams[0] if len(streams) == 1 else (streams[0] + streams[1]) * 0.5
-
-
 def initialise(network: nn.Module) -> None:
     """Linear weights drawn, biases zero, and fusing begins as the mean."""
     for module in network.modules():
@@ -127,17 +92,6 @@ def initialise(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, Fusion):
             module.begin_as_mean()
-
-
-def draw(weight: Tensor) -> None:
-    """Fill with a normal distribution of deviation 0.02; on "meta" there is nothing to fill."""
-    if not weight.is_meta:
-        nn.init.normal_(weight, std=0.02)
-
-
-def drop_path_rates(blocks: int, last: float) -> Iterator[float]:
-    """Rates of stochastic depth that grow evenly from 0 in the first block to ``last``."""
-    return (last * i / max(blocks - 1, 1) for i in range(blocks))
 
 
 def check_image(x: Tensor, image_size: int) -> None:
@@ -182,8 +136,6 @@ def check_hierarchy(
         raise ValueError(f"image_size {image_size} is not a multiple of patch {patch}: choose a patch that divides it")
     if round(width * mlp_ratio) < 1:
         raise ValueError(f"mlp_ratio {mlp_ratio} leaves nothing of width {width}: give about 4")
-    for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
-        if not 0 <= rate < 1:
-            raise ValueError(f"{name} is {rate}: give a rate from 0 to less than 1")
+    check_rates(dropout=dropout, drop_path=drop_path)
     if fuse not in get_args(FuseKind):
         raise ValueError(f"fuse is {fuse!r}: choose one of {', '.join(get_args(FuseKind))}")

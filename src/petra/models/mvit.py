@@ -16,16 +16,14 @@ from torch.nn import functional
 from petra.models.hierarchy import (
     MLP,
     Branch,
-    DropPath,
     FuseKind,
     Fusion,
     MapHead,
-    PlainBlock,
     check_hierarchy,
     check_image,
-    drop_path_rates,
     initialise,
 )
+from petra.models.parts import DropPath, PlainBlock, drop_path_rates
 from petra.models.pooling import EPS, PoolingAttention, pooled
 from petra.models.registry import register
 from petra.reversible import Network, ReversibleBlock
@@ -161,7 +159,7 @@ def mvit(
     inverts = [False, *(reversible and shape.kept for shape in shapes.values()), False]
     stem = OverlappingEmbedding(in_channels, width, image_size, patch, 1 + inverts[1])
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
-    rates = drop_path_rates(sum(depths), drop_path)
+    rates = iter(drop_path_rates(sum(depths), drop_path))
     for i, ((name, shape), rate) in enumerate(zip(shapes.items(), rates, strict=True), 1):
         if shape.kept:
             mlp = MLP(shape.width, round(shape.width * mlp_ratio), shape.width, dropout)

@@ -14,8 +14,9 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
+from petra.models.parts import mean
 from petra.models.registry import register
-from petra.models.transformer import blocks, check_length, check_sizes, initialise, mean
+from petra.models.transformer import blocks, check_length, check_sizes, initialise
 from petra.reversible import Network
 
 

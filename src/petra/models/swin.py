@@ -17,12 +17,11 @@ from petra.models.hierarchy import (
     FuseKind,
     Fusion,
     MapHead,
-    PlainBlock,
     check_hierarchy,
     check_image,
-    drop_path_rates,
     initialise,
 )
+from petra.models.parts import PlainBlock, drop_path_rates
 from petra.models.registry import register
 from petra.models.windows import WindowAttention
 from petra.reversible import Network, ReversibleBlock
@@ -103,7 +102,7 @@ def swin(
     streams, kind = (2, ReversibleBlock) if reversible else (1, PlainBlock)
     stem = PatchEmbedding(in_channels, width, image_size, patch, dropout, streams)
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
-    rates = drop_path_rates(sum(depths), drop_path)
+    rates = iter(drop_path_rates(sum(depths), drop_path))
     size = image_size // patch
     for group, depth in enumerate(depths):
         inner = width << group

@@ -12,20 +12,8 @@ from collections import OrderedDict
 from torch import Tensor, nn
 
 from petra.models.attention import MLP, Attention
+from petra.models.parts import PlainBlock, check_rates, draw, drop_path_rates
 from petra.reversible import ReversibleBlock
-
-
-class TransformerLayer(nn.Module):
-    """The plain twin of a reversible block: x ← x + f(x), x ← x + g(x)."""
-
-    def __init__(self, f: nn.Module, g: nn.Module) -> None:
-        super().__init__()
-        self.f = f
-        self.g = g
-
-    def forward(self, x: Tensor, *companions: Tensor) -> tuple[Tensor, ...]:
-        x = x + self.f(x, *companions)
-        return x + self.g(x, *companions), *companions
 
 
 def blocks(
@@ -47,18 +35,12 @@ def blocks(
     if (hidden := round(width * mlp_ratio)) < 1:
         raise ValueError(f"mlp_ratio {mlp_ratio} leaves nothing of width {width}: give about 4")
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    kind = ReversibleBlock if reversible else TransformerLayer
-    for i in range(depth):
-        rate = drop_path * i / max(depth - 1, 1)
+    kind = ReversibleBlock if reversible else PlainBlock
+    for i, rate in enumerate(drop_path_rates(depth, drop_path)):
         f = Attention(width, heads, dropout=dropout, drop_path=rate, causal=causal)
         g = MLP(width, hidden, dropout=dropout, drop_path=rate)
         layers[f"block{i}"] = kind(f, g)
     return layers
-
-
-def mean(streams: tuple[Tensor, ...]) -> Tensor:
-    """What the head reads: the mean of the streams, or the only one."""
-    return streams[0] if len(streams) == 1 else sum(streams[1:], streams[0]) / len(streams)
 
 
 def initialise(network: nn.Module, residual_scale: float = 1.0) -> None:
@@ -79,24 +61,11 @@ def initialise(network: nn.Module, residual_scale: float = 1.0) -> None:
                 draw(module.down.weight, 0.02 * residual_scale)
 
 
-def draw(weight: Tensor, deviation: float = 0.02) -> None:
-    """Fill with a truncated normal distribution; on "meta" there is nothing to fill."""
-    if not weight.is_meta:
-        nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-
-
 def check_sizes(**sizes: int) -> None:
     """Refuse sizes that make no network."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}: give 1 or more")
-
-
-def check_rates(**rates: float) -> None:
-    """Refuse rates at which nothing is left."""
-    for name, rate in rates.items():
-        if not 0 <= rate < 1:
-            raise ValueError(f"{name} is {rate}: give a rate from 0 to less than 1")
 
 
 def check_length(tokens: Tensor, length: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from petra.models.hierarchy import draw
+from petra.models.parts import draw
 
 _ALIGNMENT = 8
 """Fused attention kernels take a bias whose rows begin at multiples of this many numbers."""

@@ -1,0 +1,64 @@
+"""Pieces that all transformers share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: zero for a random part of the samples, scaled up for the others."""
+
+    keep: Tensor
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.active = rate > 0
+        # A tensor, so that blocks which differ in their rates alone are compiled once.
+        self.register_buffer("keep", torch.tensor(1 - rate), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.active):
+            return x
+        drawn = torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device)
+        return x * ((drawn < self.keep).to(x.dtype) / self.keep)
+
+    def extra_repr(self) -> str:
+        return f"{self.rate}"
+
+
+class PlainBlock(nn.Module):
+    """The plain twin of a reversible block: x ← x + f(x), x ← x + g(x)."""
+
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(self, x: Tensor, *companions: Tensor) -> tuple[Tensor, ...]:
+        x = x + self.f(x, *companions)
+        return x + self.g(x, *companions), *companions
+
+
+def mean(streams: tuple[Tensor, ...]) -> Tensor:
+    """The mean of two streams, or the only one."""
+    return streams[0] if len(streams) == 1 else (streams[0] + streams[1]) * 0.5
+
+
+def draw(weight: Tensor, deviation: float = 0.02) -> None:
+    """Fill with a normal distribution cut at two deviations; on "meta" there is nothing to fill."""
+    if not weight.is_meta:
+        nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
+
+
+def drop_path_rates(blocks: int, last: float) -> list[float]:
+    """Rates of stochastic depth that grow evenly from 0 in the first block to ``last``."""
+    return [last * i / max(blocks - 1, 1) for i in range(blocks)]
+
+
+def check_rates(**rates: float) -> None:
+    """Refuse rates at which nothing is left."""
+    for name, rate in rates.items():
+        if not 0 <= rate < 1:
+            raise ValueError(f"{name} is {rate}: give a rate from 0 to less than 1")
