@@ -36,7 +36,7 @@ def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
     **It computes something else than before** and has to be fine-tuned. y is the sum of x and all residuals in both
     networks, but f sees x and the residuals of the g's only, and g those of the f's, where they have seen all. One
     block alone computes what it did; for two, the second f is evaluated at x + g(a) instead of x + f(x) + g(a), and so
-    on. Post-norm blocks (BERT) change more: see docs/reversible.md.
+    on. Post-norm blocks (BERT) become pre-norm ones besides: see docs/reversible.md.
 
     The given network is left as it is. Its parameters and buffers are shared, not copied: training one trains both
     (``copy.deepcopy`` it before if you want both), while modules, with their modes and hooks, are copies. Parameters
