@@ -87,9 +87,8 @@ def depth(options: argparse.Namespace) -> Rows:
         for blocks in (1, 2) if options.smoke else (12, 24, 48, 96):
             width = 32 if options.smoke else 384
             plan.append(("rev-vit-s", way, blocks, {"width": width, "depth": blocks, "heads": width // 16}))
-    for layers in (8,) if options.smoke else (60, 600):
-        blocks = (layers - 6) // 6  # two residual functions of two convolutions, in three groups
-        plan.append(("revnet110", "reversible", layers, {"depths": (max(1, (blocks + 1) // 2),) * 3}))
+    for units in (1,) if options.smoke else (5, 50):  # of two functions of two convolutions, in three groups
+        plan.append(("revnet110", "reversible", 12 * units + 2, {"depths": (units,) * 3}))
     table = []
     for model, way, count, extra in plan:
         vision = "vit" in model
