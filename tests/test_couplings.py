@@ -301,3 +301,21 @@ def test_keyword_arguments_reach_layers_of_ones_own():
     mask = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
     network = Network(Shift(), ReversibleBlock(Masked(4), Masked(4)), Shift(), ReversibleResidual(Masked(4))).double()
     compare(network, pair(3, 4), wanted=(mask,), mask=mask, scale=0.7)
+
+
+def test_the_check_takes_masks_and_names():
+    blocks = [ReversibleBlock(Masked(4), Masked(4)) for _ in range(2)]
+    x = [t.detach() for t in pair(3, 4)]
+    mask = torch.rand(3, 1) > 0.5
+    assert check_invertible(blocks, *x, mask, tolerance=1e-9)
+    assert check_invertible(blocks, *x, tolerance=1e-9, mask=mask, scale=0.5)
+
+
+def test_exact_streams_are_rounded_on_entry_and_show_what_is_not_finite():
+    (block,) = exact_blocks(1)
+    x = torch.tensor([[0.3, 600.0, -600.0, -0.0, 2.0**-20, 1.0]])
+    y = block.inverse(*block(x, torch.zeros(1, 6)))[0]
+    assert y.tolist() == [[round(0.3 * 2**14) / 2**14, 512 - 2**-14, -512.0, 0.0, 0.0, 1.0]]
+    assert not torch.signbit(y[0, 3])
+    x[0, 0] = float("inf")
+    assert block(x, torch.zeros(1, 6))[0].isnan().any()

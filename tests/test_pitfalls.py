@@ -10,7 +10,7 @@ from networks import residual
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from petra import Network, ReversibleBlock, pareprop, plain_autograd
+from petra import Network, ReversibleBlock, ReversibleResidual, pareprop, plain_autograd
 
 
 def network(depth=3, width=4, dropout=0.2):
@@ -185,3 +185,97 @@ def _data_parallel(rank, folder):
 @pytest.mark.skipif(os.name == "nt", reason="gloo with a file store")
 def test_data_parallel_wrappers(tmp_path):
     torch.multiprocessing.spawn(_data_parallel, (str(tmp_path),), nprocs=2)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_forward_pass_holds_in_the_backward_pass(training):
+    """Validation between forward and backward is no reason for other gradients."""
+    net = network().train(training)
+    twin = copy.deepcopy(net)
+    found = []
+    for each, plain in ((net, False), (twin, True)):
+        torch.manual_seed(3)
+        if plain:
+            with plain_autograd():
+                loss = each(data()).square().sum()
+        else:
+            loss = each(data()).square().sum()
+        each.train(not training)
+        loss.backward()
+        assert all(m.training != training for m in each.modules())
+        found.append({name: p.grad for name, p in each.named_parameters()})
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("what", ["frozen weight", "statistics in evaluation mode"])
+def test_whatever_outputs_depend_on_must_not_change_before_backward(what):
+    net = network().eval()
+    net[1].f.requires_grad_(False)
+    loss = net(data()).sum()
+    with torch.no_grad():
+        (net[1].f[0].weight if what == "frozen weight" else net[2].f[1].running_mean).add_(1)
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+        loss.backward()
+
+
+def test_statistics_may_go_on_in_training_mode():
+    net = network()
+    losses = [net(data()).sum() for _ in range(2)]
+    sum(losses).backward()
+
+
+def test_other_parameters_for_a_call_are_noticed():
+    net = network()
+    others = {name: (p.detach() * 1.1).requires_grad_() for name, p in net.named_parameters()}
+    loss = torch.func.functional_call(net, others, (data(),)).sum()
+    with pytest.raises(RuntimeError, match="other parameters backward"):
+        loss.backward()
+    with plain_autograd():
+        torch.func.functional_call(net, others, (data(),)).sum().backward()
+    assert all(p.grad is not None for p in others.values())
+
+
+def test_functions_with_a_state_of_their_own_are_noticed():
+    f = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    x = torch.randn(2, 4, requires_grad=True)
+    y = Network(ReversibleResidual(f))(x, x)
+    with pytest.raises(RuntimeError, match="changes a buffer of its own"):
+        y[0].sum().backward()
+
+
+def test_complex_streams():
+    class Turn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    net = Network(*(ReversibleResidual(Turn()) for _ in range(3)))
+    x = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
+    found = []
+    for plain in (False, True):
+        if plain:
+            with plain_autograd():
+                y = net(x, x * 2)
+        else:
+            y = net(x, x * 2)
+        found.append(torch.autograd.grad((y[0] * y[1]).abs().sum(), [x, *net.parameters()]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_checkpointing_around_a_network():
+    net = network()
+    expected = gradients(copy.deepcopy(net), data())
+    torch.manual_seed(3)
+    x = data().requires_grad_()
+    torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).square().sum().backward()
+    assert_same({name: p.grad for name, p in net.named_parameters()}, expected)
+
+
+def test_half_precision_inputs_under_autocast_become_float32_streams():
+    x = torch.randn(2, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(y.dtype == torch.float32 for y in Network(ReversibleResidual(nn.Linear(4, 4)))(x, x))

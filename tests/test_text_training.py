@@ -359,6 +359,9 @@ def test_resume_from_the_command_line_with_other_options(verse, tmp_path, capsys
     ):
         assert train("--resume", "--out", tmp_path / "run", option, value) == 2
         assert words in capsys.readouterr().err
+    verse.write_text(verse.read_text()[::-1])
+    assert train("--resume", "--out", tmp_path / "run") == 2
+    assert "has changed since the run began" in capsys.readouterr().err
 
 
 BAD = {
@@ -371,6 +374,8 @@ BAD = {
     "optimizer": (["--optimizer", "adam"], "no optimizer named 'adam': did you mean 'adamw'"),
     "schedule": (["--schedule", "step"], "no schedule named 'step': did you mean 'steps'"),
     "beta2": (["--beta2", "1"], "--beta2 is 1.0: give 0 or more and less than 1"),
+    "beta2 of sgd": (["--optimizer", "sgd", "--beta2", "0.5"], "--beta2 is 0.5, but it is for adamw"),
+    "exact": (["--model", "gpt", "--exact"], "--exact is for reversible layers, and gpt has none"),
     "momentum": (["--momentum", "1"], "--momentum is 1.0: give 0 or more and less than 1"),
     "smoothing": (["--label-smoothing", "nan"], "--label-smoothing is nan: give 0 or more"),
     "drops": (["--drops", "0.5"], "--drops is [0.5], but the schedule is cosine: leave one"),

@@ -41,9 +41,11 @@ def trial(
     data: tuple[torch.Tensor, torch.Tensor],
     options: argparse.Namespace,
     extra: dict[str, Any],
+    keep_gradients: bool = False,
 ) -> Measured | None:
     steps = 2 if options.smoke else options.steps
-    return fits(lambda: measure(build(model, way, **extra), way, *data, precision=options.precision, steps=steps))
+    kept = {"precision": options.precision, "steps": steps, "keep_gradients": keep_gradients}
+    return fits(lambda: measure(build(model, way, **extra), way, *data, **kept))
 
 
 def speed(options: argparse.Namespace) -> Rows:
@@ -94,11 +96,12 @@ def depth(options: argparse.Namespace) -> Rows:
         vision = "vit" in model
         x, y = images(4 if options.smoke else 64, 32, options.device)
         extra = {**extra, "num_classes": 1000, **({"image_size": 32, "patch": 4} if vision else {})}
-        found = trial(model, way, (x, y), options, extra)
+        found = trial(model, way, (x, y), options, extra, keep_gradients=True)
         if found is None:
             table.append([model, way, str(count), "does not fit", "", ""])
             continue
-        activations = found.peak - 16 * found.parameters  # weights, gradients, two moments
+        # Weights, gradients and two moments are there all the time.
+        activations = found.peak - 16 * found.parameters if found.peak else 0
         layers = sum(1 for m in petra.models.create(model, **extra).modules() if isinstance(m, torch.nn.Conv2d))
         per_layer = found.seconds / (count if vision else layers)
         rows.append(

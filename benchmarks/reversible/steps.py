@@ -49,9 +49,17 @@ def build(model: str, way: str, **options: Any) -> petra.Network:
 
 
 def measure(
-    network: petra.Network, way: str, x: Tensor, y: Tensor, *, precision: str, steps: int, warm_up: int = 4
+    network: petra.Network,
+    way: str,
+    x: Tensor,
+    y: Tensor,
+    *,
+    precision: str,
+    steps: int,
+    warm_up: int = 4,
+    keep_gradients: bool = False,
 ) -> Measured:
-    """Train ``network`` on one batch, ``steps`` times."""
+    """Train ``network`` on one batch, ``steps`` times; with ``keep_gradients`` their memory is never given back."""
     device = x.device
     network = network.to(device)
     optimizer = torch.optim.AdamW(network.parameters(), 1e-4, fused=device.type == "cuda")
@@ -62,7 +70,7 @@ def measure(
             loss = nn.functional.cross_entropy(network(x).flatten(0, -2), y.flatten())
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not keep_gradients)
 
     for _ in range(warm_up):
         step()

@@ -112,7 +112,7 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument("--momentum", type=float, help="Nesterov momentum, or the first beta of adamw (default 0.9)")
     how.add_argument("--beta2", type=float, help="the second beta of adamw (default 0.999)")
     how.add_argument(
-        "--weight-decay", type=float, help="of matrices, not of norms and biases (default 5e-4; adamw 0.05)"
+        "--weight-decay", type=float, help="of all but norms, biases and other vectors (default 5e-4; adamw 0.05)"
     )
     how.add_argument(
         "--schedule",

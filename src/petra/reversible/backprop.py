@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.reversible.arguments import Keywords
-from petra.reversible.capture import CHANGED, Captures
+from petra.reversible.capture import Captures
 from petra.reversible.coupling import Coupling
 from petra.reversible.gradients import trainable
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.randomness import forked, random_state, restore_random_state
-from petra.reversible.statistics import frozen_statistics, normalisations
-from petra.reversible.streams import Streams, autocast_dtype, autocasting
+from petra.reversible.statistics import frozen_statistics, in_modes, modes, normalisations
+from petra.reversible.streams import Streams, autocast_dtype, autocasting, differentiable
 from petra.reversible.unwind import unwind
+from petra.reversible.weights import check_stateless, check_unchanged, versions
 
 
 class _Way(Enum):
@@ -99,6 +100,10 @@ class _Job:
     parameters: tuple[nn.Parameter, ...]
     overlap: bool
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for coupling in self.couplings for module in coupling.modules]
+
 
 class _Run(torch.autograd.Function):
     @staticmethod
@@ -106,12 +111,13 @@ class _Run(torch.autograd.Function):
         ctx.job = job
         ctx.device = tensors[0].device
         ctx.autocast = autocast_dtype(ctx.device)
-        ctx.versions = [p._version for p in job.parameters]
+        ctx.modes = modes(job.modules)
         streams = tensors[: job.width]
         ctx.random = []
         for coupling in job.couplings:
             ctx.random.append(random_state(ctx.device))
             streams = coupling.forward(streams)
+        ctx.versions = versions(job.modules)
         # A stream that was passed through is an input; the node's outputs have to be its own.
         streams = tuple(x.view_as(x) for x in streams)
         ctx.save_for_backward(*streams)
@@ -121,21 +127,26 @@ class _Run(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         job: _Job = ctx.job
-        if [p._version for p in job.parameters] != ctx.versions:
-            raise RuntimeError(CHANGED)
+        check_unchanged(job.modules, job.parameters, ctx.versions)
         wanted = ctx.needs_input_grad[1 : 1 + job.width]
-        more = len(ctx.saved_tensors) - job.width  # where a stem has made two streams of one
+        saved = ctx.saved_tensors  # reading them twice would unpack them twice
+        more = len(saved) - job.width  # where a stem has made two streams of one
         streams = tuple(
             x.detach().requires_grad_(i > 1 and wanted[i - more])  # a companion's gradient costs extra
-            for i, x in enumerate(ctx.saved_tensors)
+            for i, x in enumerate(saved)
         )
-        norms = normalisations(module for coupling in job.couplings for module in coupling.modules)
-        with forked(ctx.device), autocasting(ctx.device, ctx.autocast), frozen_statistics(norms):
+        with (
+            forked(ctx.device),
+            autocasting(ctx.device, ctx.autocast),
+            in_modes(ctx.modes),
+            frozen_statistics(normalisations(job.modules)),
+        ):
             _, into_inputs, into_parameters = unwind(
                 job.couplings,
                 streams,
-                tuple(g if x.is_floating_point() else None for g, x in zip(gradients, streams, strict=True)),
+                tuple(g if differentiable(x) else None for g, x in zip(gradients, streams, strict=True)),
                 lambda i: restore_random_state(ctx.device, ctx.random[i]),
                 job.overlap,
             )
+        check_stateless(ctx.versions)
         return None, *into_inputs, *(into_parameters.get(p) for p in job.parameters)

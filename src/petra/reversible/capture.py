@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.reversible.coupling import Coupling
-from petra.reversible.randomness import forked, generators
-from petra.reversible.statistics import frozen_statistics, normalisations
-from petra.reversible.streams import Gradients, Streams, autocast_dtype, autocasting
+from petra.reversible.randomness import forked, random_state
+from petra.reversible.statistics import frozen_statistics, modes, normalisations
+from petra.reversible.streams import Gradients, Streams, autocast_dtype, autocasting, differentiable
 from petra.reversible.unwind import unwind
+from petra.reversible.weights import check_unchanged, versions
 
 Key = tuple[Any, ...]
 _WARM_UPS = 3
@@ -34,15 +35,21 @@ class Captures:
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
         return Captures()  # a graph knows the memory of its own network only
 
+    def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
+        return Captures, ()
+
     def run(
         self, couplings: Sequence[Coupling], streams: Streams, parameters: Sequence[nn.Parameter], overlap: bool
     ) -> Streams:
         """Like a reversible run, with every launch recorded."""
+        modules = [module for coupling in couplings for module in coupling.modules]
+        held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         key = (
-            tuple(p.data_ptr() for p in parameters),
+            tuple((type(coupling), *map(id, coupling.modules)) for coupling in couplings),
+            tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in held),
             tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in streams),
             autocast_dtype(streams[0].device),
-            tuple(m.training for coupling in couplings for module in coupling.modules for m in module.modules()),
+            tuple(modes(modules).values()),
             overlap,
         )
         if key not in self.programs:
@@ -60,7 +67,10 @@ class Program:
         self.wanted = [x.requires_grad for x in streams]
         self.device = streams[0].device
         self.autocast = autocast_dtype(self.device)
-        self.norms = normalisations(module for coupling in couplings for module in coupling.modules)
+        self.modules = [module for coupling in couplings for module in coupling.modules]
+        self.norms = normalisations(self.modules)
+        # Kept, so that nothing else can come to lie where the graphs read.
+        self.held = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
         self.inputs = tuple(x.detach().clone() for x in streams)
         with _aliased(self.couplings, parameters) as self.aliases:
             self._warm_up()
@@ -69,11 +79,11 @@ class Program:
     def _record(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         self.up, self.down = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.up, pool=pool):
+        with torch.cuda.graph(self.up, pool=pool, capture_error_mode="thread_local"):
             self.outputs = tuple(x.clone() for x in self._forward(self.inputs))
         self.reached = tuple(x.clone() for x in self.outputs)
-        self.gradients: Gradients = tuple(torch.zeros_like(x) if x.is_floating_point() else None for x in self.outputs)
-        with torch.cuda.graph(self.down, pool=pool):
+        self.gradients: Gradients = tuple(torch.zeros_like(x) if differentiable(x) else None for x in self.outputs)
+        with torch.cuda.graph(self.down, pool=pool, capture_error_mode="thread_local"):
             self.found = self._backward(self.reached, self.gradients)
 
     def forward(self, streams: Streams) -> Streams:
@@ -112,18 +122,21 @@ class Program:
 
     def _warm_up(self) -> None:
         """Let libraries choose their kernels and compilers work, and see that nothing is drawn at random."""
-        _, generator = generators(self.device)
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with forked(self.device), torch.cuda.stream(side), frozen_statistics(self.norms):
-            before = generator.get_offset()
-            for _ in range(_WARM_UPS):
+        with forked(self.device), torch.cuda.stream(side):
+            buffers = [(buffer, buffer.clone()) for norm in self.norms for buffer in norm.buffers()]
+            for turn in range(_WARM_UPS):
+                if turn == 1:  # compilers may have drawn some in the first
+                    before = random_state(self.device)
                 outputs = self._forward(self.inputs)
                 self._backward(
                     tuple(x.clone() for x in outputs),
-                    tuple(torch.zeros_like(x) if x.is_floating_point() else None for x in outputs),
+                    tuple(torch.zeros_like(x) if differentiable(x) else None for x in outputs),
                 )
-            if generator.get_offset() != before:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            if any(not a.equal(b) for a, b in zip(before, random_state(self.device), strict=True)):
                 raise ValueError(
                     "a residual function draws random numbers (dropout, stochastic depth), and a recorded graph cannot "
                     "repeat them backward: set their rates to 0, or do without capture"
@@ -154,8 +167,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, *tensors: Tensor) -> Streams:
         ctx.program = program
-        ctx.versions = [p._version for p in program.parameters]
         streams = program.forward(tensors[: len(program.inputs)])
+        ctx.versions = versions(program.modules)
         ctx.save_for_backward(*streams)
         return streams
 
@@ -163,12 +176,5 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         program: Program = ctx.program
-        if [p._version for p in program.parameters] != ctx.versions:
-            raise RuntimeError(CHANGED)
+        check_unchanged(program.modules, program.parameters, ctx.versions)
         return None, *program.backward(ctx.saved_tensors, gradients)
-
-
-CHANGED = (
-    "a parameter of a reversible layer was changed between forward and backward: inputs can only be "
-    "reconstructed with the weights of the forward pass, so step the optimizer after backward"
-)

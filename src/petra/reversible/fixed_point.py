@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra.reversible.coupling import TwoStream
-from petra.reversible.streams import Gradients, Streams
+from petra.reversible.coupling import Additive
+from petra.reversible.streams import Streams
 
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
 _RANGE = 9
@@ -17,13 +17,14 @@ _RANGE = 9
 
 
 @dataclass(frozen=True)
-class FixedPoint(TwoStream):
+class FixedPoint(Additive):
     """target ← target + function(source), with streams in fixed point and the function in floating point.
 
     RevNet, Section 3.2: sums of floating-point numbers are rounded, so subtracting again what was added does not
     quite give what was there. Here streams are multiples of 2^-14 (of 2^-43 in float64) between -512 and 512, and so is
-    what is added to them. Numbers like these fill a float's mantissa and no more, so their sums are exact; a sum that
-    leaves the range comes in again at its other end, as it would with integers. Gradients ignore the rounding.
+    what is added to them; inputs and residuals are rounded to that, and cut off at its ends. Numbers like these fill a
+    float's mantissa and no more, so their sums are exact; a sum that leaves the range comes in again at its other end,
+    as it would with integers. Gradients ignore all that.
     """
 
     def forward(self, streams: Streams) -> Streams:
@@ -35,15 +36,13 @@ class FixedPoint(TwoStream):
     def _restore(self, target: Tensor, found: Tensor) -> Tensor:
         return _wrapped(target - _on_grid(found.to(target.dtype)))
 
-    def _through(self, target: Tensor, found: Tensor, gradient: Tensor) -> tuple[Tensor, Streams, Gradients]:
-        return gradient, (found,), (gradient,)
-
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         limit = 2.0**_RANGE
-        return torch.round(x * scale).clamp_(-limit * scale, limit * scale - 1).div_(scale)
+        rounded = torch.round(x * scale).clamp_(-limit * scale, limit * scale - 1).div_(scale)
+        return rounded.add_(x - x)  # what is not finite becomes NaN, and -0 becomes 0
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -58,7 +58,7 @@ class Network(nn.Sequential):
         return self
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | Streams:
-        streams = inputs
+        streams = as_streams(inputs)
         for reversible, layers in runs(self):
             if reversible:
                 streams = reversible_run(cast(list[ReversibleLayer], layers), streams, self.captures, **named)

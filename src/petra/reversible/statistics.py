@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
@@ -15,6 +15,24 @@ def normalisations(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The batch and instance norms inside the modules that keep running statistics, each once."""
     found = dict.fromkeys(m for module in modules for m in module.modules())
     return [m for m in found if isinstance(m, _NormBase) and m.running_mean is not None]
+
+
+def modes(modules: Iterable[nn.Module]) -> dict[nn.Module, bool]:
+    """Which of the modules and their parts are in training mode."""
+    return {m: m.training for module in modules for m in module.modules()}
+
+
+@contextmanager
+def in_modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Inside, modules are in the modes that `modes` has found, whatever they were switched to since."""
+    changed = [m for m, training in modes.items() if m.training != training]
+    for module in changed:
+        module.training = not module.training
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = not module.training
 
 
 @contextmanager

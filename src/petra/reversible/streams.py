@@ -11,7 +11,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 Streams = tuple[Tensor, ...]
-"""One tensor, or two in a reversible run."""
+"""One tensor, or two in a reversible run and their companions."""
 
 Gradients = tuple[Tensor | None, ...]
 """A gradient for each stream; None stands for zero."""
@@ -35,11 +35,14 @@ def single(streams: tuple[T, ...]) -> T | tuple[T, ...]:
     return streams[0] if len(streams) == 1 else streams
 
 
+def differentiable(x: Tensor) -> bool:
+    """Whether there are gradients of tensors like this one."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def leaves(streams: Streams) -> Streams:
     """The same values as the start of a new graph."""
-    return tuple(
-        x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x.detach() for x in streams
-    )
+    return tuple(x.detach().requires_grad_(differentiable(x)) for x in streams)
 
 
 def dense(x: Tensor) -> Tensor:

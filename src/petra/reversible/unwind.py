@@ -66,17 +66,19 @@ def _unwind_overlapped(
             add_gradients(total, found)
             differentiated = lane.record_event()
 
-    for turn, i in enumerate(reversed(range(len(couplings)))):
-        lane = lanes[turn % 2]
-        with torch.cuda.stream(lane):
-            lane.wait_event(evaluated)
-            prepare(i)
-            rewound = couplings[i].rewind(streams)
-            evaluated = lane.record_event()
-        if pending is not None:
-            differentiate(*pending)
-        pending, streams = (lane, rewound), rewound.inputs
-    assert pending is not None
-    differentiate(*pending)
-    here.wait_stream(lanes[1])
+    try:
+        for turn, i in enumerate(reversed(range(len(couplings)))):
+            lane = lanes[turn % 2]
+            with torch.cuda.stream(lane):
+                lane.wait_event(evaluated)
+                prepare(i)
+                rewound = couplings[i].rewind(streams)
+                evaluated = lane.record_event()
+            if pending is not None:
+                differentiate(*pending)
+            pending, streams = (lane, rewound), rewound.inputs
+        assert pending is not None
+        differentiate(*pending)
+    finally:  # also after an error, for what the other lane still reads is about to be freed
+        here.wait_stream(lanes[1])
     return Reversal(streams, gradients, total)

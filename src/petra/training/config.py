@@ -13,7 +13,7 @@ from torch import nn
 from petra import methods, models
 from petra.execution import partition
 from petra.names import unknown
-from petra.reversible import Network
+from petra.reversible import Network, ReversibleLayer
 from petra.training import optimizers, recipes
 from petra.training.curves import SCHEDULES, CosineCurve, LearningRateCurve
 from petra.training.data import Data, load
@@ -74,6 +74,10 @@ class RunConfig:
                 raise ValueError(f"--{name} is missing: give it, or a --recipe that brings it")
         if "drops" in options and merged.get("schedule") == "cosine":
             raise ValueError(f"--drops is {list(options['drops'])}, but the schedule is cosine: leave one of them out")
+        if "beta2" in options and merged.get("optimizer") != "adamw":
+            raise ValueError(
+                f"--beta2 is {options['beta2']}, but it is for adamw: add --optimizer adamw, or leave it out"
+            )
         if "stages" not in options and "stages" in merged and isinstance(merged["stages"], int):
             merged["stages"] = min(merged["stages"], len(_outline(merged["model"], model_options)))
         return cls(**merged)
@@ -159,7 +163,10 @@ class RunConfig:
         if self.messages not in (None, "bf16"):
             raise ValueError(f"--messages is {self.messages!r}: give bf16, or leave it out for float32")
         method = methods.find(self.method)
-        cuts = partition(len(_outline(self.model, self.model_options)), self.stages)
+        outline = _outline(self.model, self.model_options)
+        if self.exact and not any(isinstance(layer, ReversibleLayer) for layer in outline):
+            raise ValueError(f"--exact is for reversible layers, and {self.model} has none: leave it out")
+        cuts = partition(len(outline), self.stages)
         choose_order(method, len(cuts), self.accumulate, self.order)
 
 

@@ -19,7 +19,7 @@ from petra.measure import MemoryProbe, Timeline, environment
 from petra.reversible import FixedPoint
 from petra.training import checkpoint
 from petra.training.config import RunConfig
-from petra.training.data import Batches, Data
+from petra.training.data import Batches, Data, fingerprint
 from petra.training.files import (
     CHECKPOINTS,
     CONFIG,
@@ -74,6 +74,7 @@ class Run:
         transport.agree(config.to_json())
         place = transport.place
         self._data = config.load_data() if data is None else data
+        self._fingerprint = fingerprint(self._data)
         share = (place.replica, place.replicas)
         self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, device=self.device, share=share)
         # A window of text is many samples in one already.
@@ -291,6 +292,7 @@ class Run:
             "executor": state["executor"],
             "position": asdict(position),
             "metrics_bytes": self.metrics.size,
+            "data": self._fingerprint,
         }
         self._checkpoints.save(run, state["stages"])
 
@@ -302,6 +304,8 @@ class Run:
     def _restore(self) -> int:
         self.transport.doing.now("reading a checkpoint")
         saved = self._checkpoints.run()
+        if saved.get("data", self._fingerprint) != self._fingerprint:
+            raise ValueError(f"{self.config.data} has changed since the run began: resume it with the data that it had")
         try:
             finished: list[Finished] = []
             if saved["layout"] == self.trainer.layout:
