@@ -280,6 +280,15 @@ def test_parquet_with_several_files_and_class_names(tmp_path: Path) -> None:
     list(Batches(data, "train", 2).epoch(0))
 
 
+@pytest.mark.parametrize("other", ["train-1.parquet", "test-1.parquet"])
+def test_parquet_files_that_number_classes_differently(tmp_path: Path, other: str) -> None:
+    for name in ("train-0.parquet", "test-0.parquet", other):
+        names = ["b", "a"] if name == other else ["a", "b"]
+        write_parquet(tmp_path / name, [picture(0)], [1], names=names)
+    with pytest.raises(ValueError, match="number their classes differently, a, b… and b, a"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize("columns", ["image fine_label", "photo labels"])
 @pytest.mark.parametrize("test_name", ["validation-0.parquet", "val.parquet"])
 def test_parquet_without_metadata_and_grey(tmp_path: Path, columns: str, test_name: str) -> None:

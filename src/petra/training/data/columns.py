@@ -1,6 +1,7 @@
 """Columns of parquet files, and the errors of files that are not what they should be."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,14 @@ def class_names(schema: Any, label: str) -> tuple[str, ...]:
         return tuple(str(name) for name in feature["names"])
     except (KeyError, TypeError, ValueError):
         return ()
+
+
+def agreed_names(where: Path, told: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The names of the classes that all files tell, but for those that tell none."""
+    found = list(dict.fromkeys(names for names in told if names))
+    if len(found) > 1:
+        raise ValueError(
+            f"{where}: files number their classes differently, {', '.join(found[0][:5])}… and "
+            f"{', '.join(found[1][:5])}…: write them anew with the same order of names"
+        )
+    return found[0] if found else ()

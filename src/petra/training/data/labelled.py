@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from petra.training.data.columns import LABEL_NAMES, byte_columns, class_names, pick, read_schema, read_table
+from petra.training.data.columns import (
+    LABEL_NAMES,
+    agreed_names,
+    byte_columns,
+    class_names,
+    pick,
+    read_schema,
+    read_table,
+)
 from petra.training.data.text import decode_utf8
 
 _TEXT_NAMES = ("sentence", "text", "review", "content")
@@ -46,12 +54,14 @@ def _both(root: Path, pattern: str, read: Callable[[Path], Labelled]) -> tuple[L
             return None
         parts = [one for _, one in files]
         texts = [text for one in parts for text in one.texts]
-        return Labelled(texts, [label for one in parts for label in one.labels], parts[0].class_names)
+        names = agreed_names(root, (one.class_names for one in parts))
+        return Labelled(texts, [label for one in parts for label in one.labels], names)
 
     train = part("train")
     assert train is not None
     for name in _TEST_NAMES:
         if (test := part(name)) is not None:
+            agreed_names(root, (train.class_names, test.class_names))
             return train, test
     names = ", ".join(pattern.format(name) for name in _TEST_NAMES)
     raise ValueError(f"{root} has {pattern.format('train')} but none of {names} with labels: add one")

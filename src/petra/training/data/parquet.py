@@ -8,7 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from petra.training.data.columns import LABEL_NAMES, byte_columns, class_names, pick, read_schema, read_table
+from petra.training.data.columns import (
+    LABEL_NAMES,
+    agreed_names,
+    byte_columns,
+    class_names,
+    pick,
+    read_schema,
+    read_table,
+)
 from petra.training.data.decode import Source, decode
 from petra.training.data.images import ImageData, assemble
 
@@ -39,21 +47,23 @@ def _assemble(folder: Path, train: _Part, test: _Part) -> ImageData:
         raise ValueError(f"{folder}: the {'test' if count else 'train'} parquet files are empty: give some images")
     images = decode(train.sources + test.sources)  # together, so that grey or RGB is decided once
     highest = max(int(train.labels.max()), int(test.labels.max()))
+    names = agreed_names(folder, (train.class_names, test.class_names))
     return assemble(
         folder.resolve().name,
         (images[:count], torch.from_numpy(train.labels)),
         (images[count:], torch.from_numpy(test.labels)),
-        num_classes=len(train.class_names) or max(highest, 0) + 1,
+        num_classes=len(names) or max(highest, 0) + 1,
         crop_padding=images.shape[2] // 8,
         flip=True,
-        class_names=train.class_names,
+        class_names=names,
     )
 
 
 def _read_all(paths: list[Path]) -> _Part:
     parts = [_read_file(path) for path in paths]
     sources = [source for part in parts for source in part.sources]
-    return _Part(sources, np.concatenate([part.labels for part in parts]), parts[0].class_names)
+    names = agreed_names(paths[0].parent, (part.class_names for part in parts))
+    return _Part(sources, np.concatenate([part.labels for part in parts]), names)
 
 
 def _read_file(path: Path) -> _Part:

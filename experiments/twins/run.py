@@ -1,0 +1,68 @@
+"""Reversible transformers against their plain twins: the same data, epochs and seed, the same parameters.
+
+    python experiments/twins/run.py vit --data path/to/cifar10 --epochs 30
+    python experiments/twins/run.py roberta --data path/to/sst2
+    python experiments/twins/run.py gpt --data text:input.txt
+
+Trains the reversible network with reversible backprop and its twin with backprop, prints test accuracy and loss of the
+last and of the best epoch, and writes them into results/ beside this file.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from petra.cli.main import main as petra
+from petra.tables import render
+
+PAIRS = {
+    "vit": ("rev-vit-cifar10", "rev-vit-s"),
+    "roberta": ("sst2", "rev-roberta-small"),
+    "gpt": ("tiny-shakespeare", "rev-gpt"),
+}
+"""The recipe of each, and its reversible network."""
+
+
+def train(recipe: str, model: str, method: str, folder: Path, given: list[str]) -> dict[str, Any]:
+    """What one training came to; a run that is there already is continued, or read if it is done."""
+    there = ["--resume"] if (folder / "checkpoint").exists() else []
+    arguments = ["train", "--recipe", recipe, "--model", model, "--method", method, "--stages", "1", *given]
+    if petra([*arguments, "--out", str(folder), *there]):
+        raise SystemExit(1)
+    summary = json.loads((folder / "summary.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    best = min(records, key=lambda record: record["test_loss"])
+    kept = ("model", "method", "parameters", "epochs", "seed", "test_accuracy", "test_loss", "best_test_accuracy")
+    return {
+        **{name: summary[name] for name in kept},
+        "lowest_test_loss": best["test_loss"],
+        "samples_per_second": summary["samples_per_second"],
+        "environment": summary["environment"],
+        "records": records,
+    }
+
+
+def main() -> None:
+    """Train both of a pair and compare them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pair", choices=PAIRS)
+    parser.add_argument("--out", type=Path, default=Path("runs/twins"), help="folder of the runs (default %(default)s)")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results"))
+    options, given = parser.parse_known_args()  # all else is for `petra train`
+    recipe, model = PAIRS[options.pair]
+    plain = model.removeprefix("rev-")
+    rows = [
+        train(recipe, name, method, options.out / f"{options.pair}-{method}", given)
+        for name, method in ((plain, "backprop"), (model, "reversible"))
+    ]
+    columns = ("model", "method", "test_accuracy", "best_test_accuracy", "test_loss", "lowest_test_loss")
+    cells = [[row[c] if isinstance(row[c], str) else f"{row[c]:.4f}" for c in columns] for row in rows]
+    print(render([c.replace("_", " ") for c in columns], cells, left=2))
+    options.results.mkdir(exist_ok=True, parents=True)
+    found = {"pair": options.pair, "given": given, "runs": rows}
+    (options.results / f"{options.pair}.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
