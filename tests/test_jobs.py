@@ -72,6 +72,37 @@ def result(folder):
     return summary["weights_sha256"], summary["test_accuracy"], records
 
 
+def start_ranks(logs, *arguments, fault=""):
+    """Two ranks in processes that have everything imported already; they write errors into ``logs``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["petra.cli.main", "sklearn.datasets", "torch._dynamo"])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = [*SMALL, *map(str, arguments)]
+    ranks = [context.Process(target=rank_main, args=(rank, store.port, given, fault, logs[rank])) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    return ranks, store
+
+
+def rank_main(rank, port, arguments, fault, log):
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "PETRA_FAULT": fault})
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.exit(main(arguments))
+
+
+def go_on(folder, *arguments):
+    """Continue a job of two ranks to its end."""
+    logs = [folder.parent / f"resumed.{rank}" for rank in range(2)]
+    ranks, _store = start_ranks(logs, *arguments, "--resume", "--out", folder)
+    for process in ranks:
+        process.join(LIMIT)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0], [log.read_text() for log in logs]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
@@ -92,34 +123,15 @@ def test_ranks_and_torchrun_end_with_the_weights_of_one_process(alone, tmp_path)
     assert len(summary["memory_bytes"]) == 4
 
 
-def rank_main(rank, port, arguments, fault, log):
-    """One of two ranks, in a process that has everything imported already."""
-    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "PETRA_FAULT": fault})
-    with open(log, "w") as file:
-        os.dup2(file.fileno(), 2)
-    sys.exit(main(arguments))
-
-
 @pytest.mark.timeout(500)
 def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_path):
     """SIGKILL for a random rank at a random tick: the job is over in seconds, says who is gone, and goes on exactly."""
     chance = random.Random(7)
     folder = tmp_path / "run"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["petra.cli.main", "sklearn.datasets", "torch._dynamo"])
     for number in range(20):
         killed, tick = chance.randrange(2), 2 + 2 * number + chance.randrange(3)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         logs = [tmp_path / f"{number}.{rank}" for rank in range(2)]
-        arguments = [*SMALL, "--resume", "--out", str(folder)]
-        ranks = [
-            context.Process(target=rank_main, args=(rank, store.port, arguments, f"kill:{killed}:{tick}", logs[rank]))
-            for rank in range(2)
-        ]
-        for process in ranks:
-            process.start()
+        ranks, _store = start_ranks(logs, "--resume", "--out", folder, fault=f"kill:{killed}:{tick}")
         ranks[killed].join(LIMIT)
         died = time.monotonic()
         ranks[1 - killed].join(LIMIT)
@@ -132,7 +144,7 @@ def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_
         (line,) = logs[1 - killed].read_text().splitlines()
         assert f"rank {killed} is gone or stuck: last heard of in tick" in line
         assert f"; rank {1 - killed} is in tick" in line
-    run("--ranks", 2, "--resume", "--out", folder)
+    go_on(folder)
     assert result(folder) == alone
 
 
@@ -165,7 +177,7 @@ def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tm
     assert code in (1, 2)
     assert re.search(says, error), error
     assert len([line for line in error.splitlines() if "error" in line]) == 1, error
-    run("--ranks", 2, "--resume", "--out", tmp_path / "run")
+    go_on(tmp_path / "run")
     assert result(tmp_path / "run") == alone
 
 
@@ -215,7 +227,7 @@ def test_replicas_resume_exactly(tmp_path):
     run(*options, "--out", tmp_path / "straight")
     code, error = end(start(*options, "--out", tmp_path / "run", fault="kill:0:11"))
     assert code == 1, error
-    run(*options, "--resume", "--out", tmp_path / "run")
+    go_on(tmp_path / "run", *options)
     first, second = (result(tmp_path / name) for name in ("run", "straight"))
     assert first[:2] == second[:2]
 
@@ -230,7 +242,7 @@ def test_a_job_that_is_asked_to_stop_writes_one_checkpoint_and_goes_on(alone, tm
     code, error = end(job)
     assert code == 130
     assert re.fullmatch(r"petra: stopped in epoch \d; continue with --resume --out \S+", error.strip()), error
-    run("--ranks", 2, "--resume", "--out", folder)
+    go_on(folder)
     assert result(folder) == alone
 
 
