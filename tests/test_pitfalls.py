@@ -1,7 +1,6 @@
 """What users of reversible layers run into elsewhere: each has its test here."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -182,7 +181,6 @@ def _data_parallel(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="gloo with a file store")
 def test_data_parallel_wrappers(tmp_path):
     torch.multiprocessing.spawn(_data_parallel, (str(tmp_path),), nprocs=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ class Untouched:
     value: Any
 
 
-class View(nn.Module):
+class View(nn.Module, ABC):
     """A residual function of a block. The block owns the parameters; nothing is copied."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -32,9 +33,9 @@ class View(nn.Module):
         named = {name: value.value if isinstance(value, Untouched) else value for name, value in named.items()}
         return self.evaluate(x if precision is None else x.to(precision), named)
 
+    @abstractmethod
     def evaluate(self, x: Tensor, named: Mapping[str, Any]) -> Tensor:
         """The function itself."""
-        raise NotImplementedError
 
 
 class Branch(View):
