@@ -1,5 +1,6 @@
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -7,3 +8,10 @@ torch.set_num_threads(1)  # test processes share the cores
 torch.backends.mkldnn.set_flags(False)  # its set-up costs more than the tiny convolutions of the tests
 settings.register_profile("petra", deadline=None, max_examples=int(os.environ.get("PETRA_EXAMPLES", "60")))
 settings.load_profile("petra")
+
+
+@pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def device(request, monkeypatch):
+    """Every device there is. Tiny networks never keep a GPU busy, so PaReprop is told that it is."""
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda event: False)
+    return request.param

@@ -109,13 +109,13 @@ def gradients(network, x):
 
 @pytest.mark.parametrize("depths", GROUPS, ids=str)
 @pytest.mark.parametrize("family", TINY)
-def test_reversible_gradients_equal_plain_autograd(family, depths):
+def test_reversible_gradients_equal_plain_autograd(family, depths, device):
     fuse = ("mean", "linear", "mlp")[sum(depths) % 3]
     options = {"widen": ("attention", "mlp")[depths[0] % 2]} if family == "mvit" else {}
-    network = tiny(family, depths, fuse=fuse, dropout=0.2, drop_path=0.3, **options)
+    network = tiny(family, depths, fuse=fuse, dropout=0.2, drop_path=0.3, **options).to(device)
     for parameter in list(network.parameters())[3::7]:
         parameter.requires_grad_(False)
-    x = images(3)
+    x = images(3).to(device)
     found = gradients(network, x)
     with pareprop():
         overlapped = gradients(network, x)

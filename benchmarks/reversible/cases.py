@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from steps import Measured, build, fits, images, measure, tokens
+from steps import Measured, Training, build, fits, images, measure, tokens
 
 import petra
 from petra.tables import render
@@ -30,9 +30,13 @@ def small(model: str) -> dict[str, Any]:
     return {}
 
 
+def arguments(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Of the network, beside its usual ones."""
+    return small(model) if options.smoke else {"length": LENGTH} if "roberta" in model else {}
+
+
 def attempt(model: str, way: str, size: int, options: argparse.Namespace) -> Measured | None:
-    extra = small(model) if options.smoke else {"length": LENGTH} if "roberta" in model else {}
-    return trial(model, way, batch(model, size, options), options, extra)
+    return trial(model, way, batch(model, size, options), options, arguments(model, options))
 
 
 def trial(
@@ -44,13 +48,13 @@ def trial(
     keep_gradients: bool = False,
 ) -> Measured | None:
     steps = 2 if options.smoke else options.steps
-    kept = {"precision": options.precision, "steps": steps, "keep_gradients": keep_gradients}
-    return fits(lambda: measure(build(model, way, **extra), way, *data, **kept))
+    kept = {"precision": options.precision, "keep_gradients": keep_gradients}
+    return fits(lambda: measure(Training(build(model, way, **extra), *data, **kept), way, steps))
 
 
 def speed(options: argparse.Namespace) -> Rows:
     """Milliseconds and memory of every way; times are over the first way of the same model and batch."""
-    models, sizes, ways = options.models, options.batch_sizes, options.ways
+    models, sizes, ways = options.models, options.batch_sizes or [64], options.ways
     if options.smoke:
         models, sizes, ways = ["rev-vit-s"], [2], ["twin", "backprop", "reversible", "pareprop"]
     rows: Rows = []
@@ -129,7 +133,8 @@ def budget(options: argparse.Namespace) -> Rows:
         torch.cuda.set_per_process_memory_fraction(options.gib * GIB / torch.cuda.get_device_properties(0).total_memory)
     models = ["rev-vit-s"] if options.smoke else options.models
     ways = ["twin", "reversible"] if options.smoke else options.ways
-    sizes = [1, 2] if options.smoke else [2**i * n // 2 for i in range(3, 10) for n in (2, 3)]
+    ladder = options.batch_sizes or [2**i * n // 2 for i in range(3, 10) for n in (2, 3)]
+    sizes = [1, 2] if options.smoke else sorted(ladder)
     rows: Rows = []
     table = []
     for model in models:

@@ -2,8 +2,8 @@
 
     python benchmarks/reversible/plots.py results/speed.json results/depth.json
 
-A picture for every model of the case speed (as Figures 5, 6 and 7 of the PaReprop paper) and one for the case depth,
-beside the files they are made from.
+A picture for every model of the case speed (as Figures 5, 6 and 7 of the PaReprop paper), one for the case depth, and a
+timeline for every line of the case overlap, beside the files they are made from.
 """
 
 import argparse
@@ -57,14 +57,38 @@ def depth(rows: list[dict[str, Any]], stem: Path) -> None:
     pyplot.close(figure)
 
 
+def timelines(rows: list[dict[str, Any]], stem: Path, milliseconds: float = 2.0) -> None:
+    """Kernels of a short piece in the middle of a step, a line a CUDA stream, a picture a row that has them."""
+    for row in rows:
+        if not row.get("kernels"):
+            continue
+        figure, panels = pyplot.subplots(2, 1, figsize=(10, 3.5), layout="constrained")
+        for axes, (way, kernels) in zip(panels, row["kernels"].items(), strict=True):
+            streams = sorted({stream for stream, _, _ in kernels})
+            begin = (min(start for _, start, _ in kernels) + max(end for _, _, end in kernels)) * 0.6 / 1e6
+            for number, stream in enumerate(streams):
+                bars = [(start / 1e6, (end - start) / 1e6) for own, start, end in kernels if own == stream]
+                axes.broken_barh(bars, (number - 0.4, 0.8), edgecolor="white", linewidth=0.2)
+            busy = row["busy"][way]
+            axes.set(xlim=(begin, begin + milliseconds), yticks=range(len(streams)), title=f"{way}: {busy:.1%} busy")
+            axes.set_yticklabels([f"stream {number}" for number in range(len(streams))])
+        panels[-1].set_xlabel("milliseconds of a step")
+        name = f"{row['model']}-{row['batch']}{row['extras']}"
+        figure.suptitle(name)
+        figure.savefig(stem.with_name(f"{stem.name}-{name}.png"), dpi=150)
+        pyplot.close(figure)
+
+
+DRAWN = {"speed": speed, "depth": depth, "overlap": timelines}
+
+
 def main() -> None:
     """Draw every file that is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     for file in parser.parse_args().files:
         result = json.loads(file.read_text())
-        draw = depth if result["case"] == "depth" else speed
-        draw(result["rows"], file.with_suffix(""))
+        DRAWN[result["case"]](result["rows"], file.with_suffix(""))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,45 +48,48 @@ def build(model: str, way: str, **options: Any) -> petra.Network:
     return network
 
 
-def measure(
-    network: petra.Network,
-    way: str,
-    x: Tensor,
-    y: Tensor,
-    *,
-    precision: str,
-    steps: int,
-    warm_up: int = 4,
-    keep_gradients: bool = False,
-) -> Measured:
-    """Train ``network`` on one batch, ``steps`` times; with ``keep_gradients`` their memory is never given back."""
-    device = x.device
-    network = network.to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), 1e-4, fused=device.type == "cuda")
-    going = CONTEXTS[way.split("+")[0]]
+class Training:
+    """A network that is trained on one batch, a step after the other; with ``keep_gradients`` in the same memory."""
 
-    def step() -> None:
-        with going(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "amp"):
-            loss = nn.functional.cross_entropy(network(x).flatten(0, -2), y.flatten())
+    def __init__(
+        self, network: petra.Network, x: Tensor, y: Tensor, *, precision: str, keep_gradients: bool = False
+    ) -> None:
+        self.network, self.x, self.y = network.to(x.device), x, y
+        self.device, self.amp, self.keep_gradients = x.device, precision == "amp", keep_gradients
+        self.optimizer = torch.optim.AdamW(network.parameters(), 1e-4, fused=x.is_cuda)
+
+    def step(self, way: str) -> None:
+        with CONTEXTS[way.split("+")[0]](), torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+            loss = nn.functional.cross_entropy(self.network(self.x).flatten(0, -2), self.y.flatten())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not keep_gradients)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
 
-    for _ in range(warm_up):
-        step()
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(steps):
+    def timed(self, way: str) -> float:
+        """Seconds of one step."""
+        self.wait()
         began = time.perf_counter()
-        step()
-        if on_gpu:
+        self.step(way)
+        self.wait()
+        return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """For the GPU."""
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+
+
+def measure(training: Training, way: str, steps: int, warm_up: int = 4) -> Measured:
+    """Take ``steps`` steps after some to warm up."""
+    for _ in range(warm_up):
+        training.step(way)
+    training.wait()
+    on_gpu = training.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = [training.timed(way) for _ in range(steps)]
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    parameters = sum(p.numel() for p in network.parameters())
+    parameters = sum(p.numel() for p in training.network.parameters())
     return Measured(statistics.median(seconds), min(seconds), max(seconds), peak, parameters)
 
 
@@ -100,7 +103,10 @@ def tokens(batch: int, length: int, device: str) -> tuple[Tensor, Tensor]:
     return torch.randint(4, 50000, (batch, length), device=device), torch.randint(2, (batch,), device=device)
 
 
-def fits(attempt: Callable[[], Measured]) -> Measured | None:
+T = TypeVar("T")
+
+
+def fits(attempt: Callable[[], T]) -> T | None:
     """What was measured, or None if memory was too small for it."""
     try:
         return attempt()

@@ -44,6 +44,9 @@ def _unwind_overlapped(
     lane differentiates coupling i, the other evaluates i-1. Events order evaluations among themselves and gradients
     among themselves, and the host never waits. They also make memory safe that one lane frees and the other still
     reads: whatever a lane is given next comes after an event of the other lane that follows the last such reading.
+
+    Where the GPU has caught up with the host that launches its kernels, there is nothing to hide and a second lane
+    would only cost the host time: the run then stays on one until the GPU has work in hand again.
     """
     here = torch.cuda.current_stream(streams[0].device)
     if here.device not in _SIDES:
@@ -52,33 +55,38 @@ def _unwind_overlapped(
         warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
         if warn is not None:
             warn(False)
-    lanes = here, _SIDES[here.device]
-    lanes[1].wait_stream(here)
+    lane, other = here, _SIDES[here.device]
+    other.wait_stream(here)
+    recording = torch.cuda.is_current_stream_capturing()
     total: ParameterGradients = {}
-    evaluated = differentiated = here.record_event()
+    evaluated = differentiated = earlier = here.record_event()
     pending: tuple[torch.cuda.Stream, Rewound] | None = None
 
-    def differentiate(lane: torch.cuda.Stream, rewound: Rewound) -> None:
-        nonlocal gradients, differentiated
-        with torch.cuda.stream(lane):
-            lane.wait_event(differentiated)
+    def differentiate() -> None:
+        nonlocal gradients, differentiated, earlier, pending
+        if pending is None:
+            return
+        (stream, rewound), pending = pending, None
+        with torch.cuda.stream(stream):
+            stream.wait_event(differentiated)
             gradients, found = rewound.take(gradients)
             add_gradients(total, found)
-            differentiated = lane.record_event()
+            earlier, differentiated = differentiated, stream.record_event()
 
     try:
-        for turn, i in enumerate(reversed(range(len(couplings)))):
-            lane = lanes[turn % 2]
+        for i in reversed(range(len(couplings))):
+            if not recording and evaluated.query() and earlier.query():
+                differentiate()
+            elif pending is not None:
+                lane, other = other, lane
             with torch.cuda.stream(lane):
                 lane.wait_event(evaluated)
                 prepare(i)
                 rewound = couplings[i].rewind(streams)
                 evaluated = lane.record_event()
-            if pending is not None:
-                differentiate(*pending)
+            differentiate()
             pending, streams = (lane, rewound), rewound.inputs
-        assert pending is not None
-        differentiate(*pending)
+        differentiate()
     finally:  # also after an error, for what the other lane still reads is about to be freed
-        here.wait_stream(lanes[1])
+        here.wait_stream(_SIDES[here.device])
     return Reversal(streams, gradients, total)
