@@ -24,7 +24,7 @@ def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows, table = [], []
     for model in models:
         for size in sizes:
-            for extras in ("",) if options.smoke else ("", "+compile+capture"):
+            for extras in [""] if options.smoke else options.extras:
                 row = fits(lambda m=model, s=size, e=extras: compare(m, s, e, options))
                 if row is None:
                     table.append([model, str(size), extras, "does not fit"] + [""] * 5)

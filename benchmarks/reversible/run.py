@@ -17,8 +17,8 @@ Each with residual functions and other layers compiled ("+compile"), and runs re
 Cases:
 - speed: milliseconds a step and peak memory over models, batch sizes and ways
 - depth: peak memory of activations against the number of blocks, and seconds per layer of very deep RevNets
-- overlap: pareprop over reversible, steps by turns on the same network, as it is and with "+compile+capture"; and how
-  much of a step the GPU is busy, from a timeline of its kernels
+- overlap: pareprop over reversible, steps by turns on the same network, as it is and with what --with adds; and how much
+  of a step the GPU is busy, from a timeline of its kernels
 - budget: the largest batch and the best throughput within --gib of memory
 """
 
@@ -41,13 +41,14 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, default="speed")
     parser.add_argument("--smoke", action="store_true", help="tiny, also on a CPU; nothing is kept")
     parser.add_argument("--models", nargs="+", default=["rev-vit-b", "rev-vit-l", "rev-swin-b"])
-    parser.add_argument(
-        "--batch-sizes", nargs="+", type=int, help="default 64; budget tries 8 and more"
-    )
+    parser.add_argument("--batch-sizes", nargs="+", type=int, help="default 64; budget tries 8 and more")
     parser.add_argument("--ways", nargs="+", default=WAYS, metavar="WAY", help="as listed above")
     parser.add_argument("--precision", choices=("amp", "tf32"), default="amp", help="bf16 autocast, or TF32")
     parser.add_argument("--steps", type=int, default=10, help="that are timed, after as many as it takes to warm up")
     parser.add_argument("--gib", type=float, default=16, help="memory of the case budget")
+    parser.add_argument(
+        "--with", dest="extras", nargs="+", default=["", "+compile+capture"], help="of the case overlap"
+    )
     parser.add_argument("--timelines", action="store_true", help="of the case overlap: keep every kernel, to be drawn")
     parser.add_argument("--name", help="of the file with results (default: the case)")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))

@@ -38,6 +38,40 @@ _SIDES: dict[torch.device, torch.cuda.Stream] = {}
 def _unwind_overlapped(
     couplings: Sequence[Coupling], streams: Streams, gradients: Gradients, prepare: Prepare
 ) -> Reversal:
+    """Two couplings at a time, unless the GPU has caught up with the host that launches its kernels.
+
+    There is nothing to hide then, and a second lane would only cost the host time.
+    """
+    here = torch.cuda.current_stream(streams[0].device)
+    recording = torch.cuda.is_current_stream_capturing()  # where a stream may not be asked
+    caught_up = not recording and here.query()
+    total: ParameterGradients = {}
+    left = len(couplings)
+    while left:
+        if caught_up or left == 1:
+            left -= 1
+            prepare(left)
+            rewound = couplings[left].rewind(streams)
+            evaluated = here.record_event()
+            gradients, found = rewound.take(gradients)
+            streams = rewound.inputs
+            add_gradients(total, found)
+            caught_up = not recording and evaluated.query()
+        else:
+            left, streams, gradients = _two_lanes(here, recording, couplings[:left], streams, gradients, prepare, total)
+            caught_up = True
+    return Reversal(streams, gradients, total)
+
+
+def _two_lanes(
+    here: torch.cuda.Stream,
+    recording: bool,
+    couplings: Sequence[Coupling],
+    streams: Streams,
+    gradients: Gradients,
+    prepare: Prepare,
+    total: ParameterGradients,
+) -> tuple[int, Streams, Gradients]:
     """Couplings take turns on two CUDA streams, each with its evaluation and its gradient on the same one.
 
     Autograd runs a gradient on the stream of its evaluation, so the two cannot be kept apart by stream; but while one
@@ -45,48 +79,44 @@ def _unwind_overlapped(
     among themselves, and the host never waits. They also make memory safe that one lane frees and the other still
     reads: whatever a lane is given next comes after an event of the other lane that follows the last such reading.
 
-    Where the GPU has caught up with the host that launches its kernels, there is nothing to hide and a second lane
-    would only cost the host time: the run then stays on one until the GPU has work in hand again.
+    Ends early if the GPU catches up. Returns how many couplings are left, their outputs and the gradients of these.
     """
-    here = torch.cuda.current_stream(streams[0].device)
     if here.device not in _SIDES:
         _SIDES[here.device] = torch.cuda.Stream(here.device)  # type: ignore[no-untyped-call]
         # The same parameters are used on both lanes on purpose; newer versions of PyTorch would warn.
         warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
         if warn is not None:
             warn(False)
-    lane, other = here, _SIDES[here.device]
-    other.wait_stream(here)
-    recording = torch.cuda.is_current_stream_capturing()
-    total: ParameterGradients = {}
-    evaluated = differentiated = earlier = here.record_event()
+    lanes = here, _SIDES[here.device]
+    lanes[1].wait_stream(here)
+    evaluated = differentiated = before = here.record_event()
     pending: tuple[torch.cuda.Stream, Rewound] | None = None
+    left = len(couplings)
 
-    def differentiate() -> None:
-        nonlocal gradients, differentiated, earlier, pending
-        if pending is None:
-            return
-        (stream, rewound), pending = pending, None
-        with torch.cuda.stream(stream):
-            stream.wait_event(differentiated)
+    def differentiate(lane: torch.cuda.Stream, rewound: Rewound) -> None:
+        nonlocal gradients, differentiated, before
+        with torch.cuda.stream(lane):
+            lane.wait_event(differentiated)
             gradients, found = rewound.take(gradients)
             add_gradients(total, found)
-            earlier, differentiated = differentiated, stream.record_event()
+            before, differentiated = differentiated, lane.record_event()
 
     try:
-        for i in reversed(range(len(couplings))):
-            if not recording and evaluated.query() and earlier.query():
-                differentiate()
-            elif pending is not None:
-                lane, other = other, lane
+        for turn in range(len(couplings)):
+            if turn > 1 and not recording and evaluated.query() and before.query():
+                break
+            left -= 1
+            lane = lanes[turn % 2]
             with torch.cuda.stream(lane):
                 lane.wait_event(evaluated)
-                prepare(i)
-                rewound = couplings[i].rewind(streams)
+                prepare(left)
+                rewound = couplings[left].rewind(streams)
                 evaluated = lane.record_event()
-            differentiate()
+            if pending is not None:
+                differentiate(*pending)
             pending, streams = (lane, rewound), rewound.inputs
-        differentiate()
+        assert pending is not None
+        differentiate(*pending)
     finally:  # also after an error, for what the other lane still reads is about to be freed
-        here.wait_stream(_SIDES[here.device])
-    return Reversal(streams, gradients, total)
+        here.wait_stream(lanes[1])
+    return left, streams, gradients
