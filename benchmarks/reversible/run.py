@@ -17,8 +17,8 @@ Each with residual functions and other layers compiled ("+compile"), and runs re
 Cases:
 - speed: milliseconds a step and peak memory over models, batch sizes and ways
 - depth: peak memory of activations against the number of blocks, and seconds per layer of very deep RevNets
-- overlap: pareprop over reversible, steps by turns on the same network, as it is and with what --with adds; and how much
-  of a step the GPU is busy, from a timeline of its kernels
+- overlap: pareprop over reversible, steps by turns on the same network, as it is and with what --with adds; and
+  how much of a step the GPU is busy, from a timeline of its kernels
 - budget: the largest batch and the best throughput within --gib of memory
 """
 
