@@ -33,6 +33,8 @@ def unwind(
 
 
 _SIDES: dict[torch.device, torch.cuda.Stream] = {}
+_CAUGHT_UP: dict[torch.device, bool] = {}
+"""Whether the GPU had caught up with the host at the end of the last run, which is how the next one begins."""
 
 
 def _unwind_overlapped(
@@ -43,8 +45,8 @@ def _unwind_overlapped(
     There is nothing to hide then, and a second lane would only cost the host time.
     """
     here = torch.cuda.current_stream(streams[0].device)
-    recording = torch.cuda.is_current_stream_capturing()  # where a stream may not be asked
-    caught_up = not recording and here.query()
+    recording = torch.cuda.is_current_stream_capturing()  # when an event may not be asked
+    caught_up = not recording and _CAUGHT_UP.get(here.device, False)
     total: ParameterGradients = {}
     left = len(couplings)
     while left:
@@ -58,8 +60,11 @@ def _unwind_overlapped(
             add_gradients(total, found)
             caught_up = not recording and evaluated.query()
         else:
-            left, streams, gradients = _two_lanes(here, recording, couplings[:left], streams, gradients, prepare, total)
-            caught_up = True
+            left, caught_up, streams, gradients = _two_lanes(
+                here, recording, couplings[:left], streams, gradients, prepare, total
+            )
+    if not recording:
+        _CAUGHT_UP[here.device] = caught_up
     return Reversal(streams, gradients, total)
 
 
@@ -71,7 +76,7 @@ def _two_lanes(
     gradients: Gradients,
     prepare: Prepare,
     total: ParameterGradients,
-) -> tuple[int, Streams, Gradients]:
+) -> tuple[int, bool, Streams, Gradients]:
     """Couplings take turns on two CUDA streams, each with its evaluation and its gradient on the same one.
 
     Autograd runs a gradient on the stream of its evaluation, so the two cannot be kept apart by stream; but while one
@@ -79,7 +84,8 @@ def _two_lanes(
     among themselves, and the host never waits. They also make memory safe that one lane frees and the other still
     reads: whatever a lane is given next comes after an event of the other lane that follows the last such reading.
 
-    Ends early if the GPU catches up. Returns how many couplings are left, their outputs and the gradients of these.
+    Ends early if the GPU catches up. Returns how many couplings are left, whether the GPU has caught up, and the
+    outputs of those that are left with their gradients.
     """
     if here.device not in _SIDES:
         _SIDES[here.device] = torch.cuda.Stream(here.device)  # type: ignore[no-untyped-call]
@@ -93,6 +99,9 @@ def _two_lanes(
     pending: tuple[torch.cuda.Stream, Rewound] | None = None
     left = len(couplings)
 
+    def caught_up() -> bool:  # never mind what was launched last, for that takes its time in any case
+        return not recording and evaluated.query() and before.query()
+
     def differentiate(lane: torch.cuda.Stream, rewound: Rewound) -> None:
         nonlocal gradients, differentiated, before
         with torch.cuda.stream(lane):
@@ -103,7 +112,7 @@ def _two_lanes(
 
     try:
         for turn in range(len(couplings)):
-            if turn > 1 and not recording and evaluated.query() and before.query():
+            if turn > 1 and caught_up():
                 break
             left -= 1
             lane = lanes[turn % 2]
@@ -119,4 +128,4 @@ def _two_lanes(
         differentiate(*pending)
     finally:  # also after an error, for what the other lane still reads is about to be freed
         here.wait_stream(lanes[1])
-    return left, streams, gradients
+    return left, caught_up(), streams, gradients
