@@ -277,3 +277,19 @@ def test_half_precision_inputs_under_autocast_become_float32_streams():
     x = torch.randn(2, 4, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         assert all(y.dtype == torch.float32 for y in Network(ReversibleResidual(nn.Linear(4, 4)))(x, x))
+
+
+def test_cast_weights_do_not_pile_up_in_a_deep_run():
+    kept = []
+
+    class Function(nn.Linear):
+        def forward(self, x):
+            kept.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+            return super().forward(x)
+
+    x = torch.randn(2, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = Network(*(ReversibleResidual(Function(4, 4)) for _ in range(3)))(x, x)
+        assert torch.is_autocast_cache_enabled()
+    torch.autograd.grad(sum(y).sum(), x)
+    assert kept == [(True, False)] * 6

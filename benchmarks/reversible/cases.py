@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,7 @@ from steps import Measured, Training, build, fits, images, measure, tokens
 import petra
 from petra.tables import render
 
-Rows = list[dict[str, Any]]
+Rows = Iterator[dict[str, Any]]
 GIB = 2**30
 LENGTH = 512
 
@@ -45,11 +46,9 @@ def trial(
     data: tuple[torch.Tensor, torch.Tensor],
     options: argparse.Namespace,
     extra: dict[str, Any],
-    keep_gradients: bool = False,
 ) -> Measured | None:
     steps = 2 if options.smoke else options.steps
-    kept = {"precision": options.precision, "keep_gradients": keep_gradients}
-    return fits(lambda: measure(Training(build(model, way, **extra), *data, **kept), way, steps))
+    return fits(lambda: measure(Training(build(model, way, **extra), *data, options.precision), way, steps))
 
 
 def speed(options: argparse.Namespace) -> Rows:
@@ -57,14 +56,13 @@ def speed(options: argparse.Namespace) -> Rows:
     models, sizes, ways = options.models, options.batch_sizes or [64], options.ways
     if options.smoke:
         models, sizes, ways = ["rev-vit-s"], [2], ["twin", "backprop", "reversible", "pareprop"]
-    rows: Rows = []
     table = []
     for model in models:
         for size in sizes:
             first: Measured | None = None
             for way in ways:
                 found = attempt(model, way, size, options)
-                rows.append({"model": model, "batch": size, "way": way, **(asdict(found) if found else {"peak": None})})
+                yield {"model": model, "batch": size, "way": way, **(asdict(found) if found else {"peak": None})}
                 if found is None:
                     table.append([model, way, str(size), "does not fit", "", "", ""])
                     continue
@@ -82,12 +80,10 @@ def speed(options: argparse.Namespace) -> Rows:
                 )
                 print(" ".join(table[-1]), flush=True)
     print(render(["model", "way", "batch", "ms", "min..max", "times first", "GiB"], table, left=2), flush=True)
-    return rows
 
 
 def depth(options: argparse.Namespace) -> Rows:
     """Peak memory beside parameters, their gradients and the optimizer's, at growing depth."""
-    rows: Rows = []
     plan: list[tuple[str, str, int, dict[str, Any]]] = []
     for way in ("backprop", "reversible", "pareprop"):
         for blocks in (1, 2) if options.smoke else (12, 24, 48, 96):
@@ -100,19 +96,17 @@ def depth(options: argparse.Namespace) -> Rows:
         vision = "vit" in model
         x, y = images(4 if options.smoke else 64, 32, options.device)
         extra = {**extra, "num_classes": 1000, **({"image_size": 32, "patch": 4} if vision else {})}
-        found = trial(model, way, (x, y), options, extra, keep_gradients=True)
+        found = trial(model, way, (x, y), options, extra)
         if found is None:
             table.append([model, way, str(count), "does not fit", "", ""])
             continue
-        # Weights, gradients and two moments are there all the time.
-        activations = found.peak - 16 * found.parameters if found.peak else 0
+        # Weights, gradients and two moments, in float32. Gradients are all there at the end of a backward pass, where
+        # memory peaks if it does not grow with depth; where it does, they come after the peak, and this is too little.
+        activations = found.asked - 16 * found.parameters if found.asked else 0
         layers = sum(1 for m in petra.models.create(model, **extra).modules() if isinstance(m, torch.nn.Conv2d))
         per_layer = found.seconds / (count if vision else layers)
-        rows.append(
-            {"model": model, "way": way, "depth": count, "convolutions": layers, "activations": activations}
-            | asdict(found)
-            | {"seconds_per_layer": per_layer}
-        )
+        row = {"model": model, "way": way, "depth": count, "convolutions": layers, "activations": activations}
+        yield row | asdict(found) | {"seconds_per_layer": per_layer}
         table.append(
             [
                 model,
@@ -124,7 +118,6 @@ def depth(options: argparse.Namespace) -> Rows:
             ]
         )
     print(render(["model", "way", "depth", "activations MiB", "ms", "ms a layer"], table, left=2), flush=True)
-    return rows
 
 
 def budget(options: argparse.Namespace) -> Rows:
@@ -135,7 +128,6 @@ def budget(options: argparse.Namespace) -> Rows:
     ways = ["twin", "reversible"] if options.smoke else options.ways
     ladder = options.batch_sizes or [2**i * n // 2 for i in range(3, 10) for n in (2, 3)]
     sizes = [1, 2] if options.smoke else sorted(ladder)
-    rows: Rows = []
     table = []
     for model in models:
         for way in ways:
@@ -145,8 +137,7 @@ def budget(options: argparse.Namespace) -> Rows:
                 if found is None:
                     break
                 largest, best = size, max(best, size / found.seconds)
-                rows.append({"model": model, "way": way, "batch": size, **asdict(found)})
+                yield {"model": model, "way": way, "batch": size, **asdict(found)}
             table.append([model, way, str(largest), f"{best:.0f}"])
             print(" ".join(table[-1]), flush=True)
     print(render(["model", "way", "largest batch", "best per second"], table, left=2), flush=True)
-    return rows

@@ -6,7 +6,7 @@ import argparse
 import statistics
 from typing import Any
 
-from cases import arguments, batch
+from cases import Rows, arguments, batch
 from steps import Training, build, fits
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -18,10 +18,10 @@ Kernels = list[tuple[int, int, int]]
 """CUDA stream, start and end in nanoseconds, from the first start on."""
 
 
-def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
+def overlap(options: argparse.Namespace) -> Rows:
     """Medians of steps taken by turns, and what share of a step the GPU is busy."""
     models, sizes = (["rev-vit-s"], [2]) if options.smoke else (options.models, options.batch_sizes or [64])
-    rows, table = [], []
+    table = []
     for model in models:
         for size in sizes:
             for extras in [""] if options.smoke else options.extras:
@@ -29,20 +29,19 @@ def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
                 if row is None:
                     table.append([model, str(size), extras, "does not fit"] + [""] * 5)
                     continue
-                rows.append(row)
+                yield row
                 cells = [f"{row['seconds'][way] * 1e3:.2f}" for way in WAYS] + [f"{row['times']:.3f}"]
                 shares = [f"{row[what][way]:.3f}" for what in ("busy", "at_once") for way in WAYS]
                 table.append([model, str(size), extras, *cells, *shares])
                 print(" ".join(table[-1]), flush=True)
     header = ["model", "batch", "with", "reversible ms", "pareprop ms", "times", "busy", "busy", "at once", "at once"]
     print(render(header, table, left=1), flush=True)
-    return rows
 
 
 def compare(model: str, size: int, extras: str, options: argparse.Namespace) -> dict[str, Any]:
     """One network, trained both ways by turns, in pairs of changing order."""
     network = build(model, WAYS[0] + extras, **arguments(model, options))
-    training = Training(network, *batch(model, size, options), precision=options.precision)
+    training = Training(network, *batch(model, size, options), options.precision)
     for _ in range(4):
         for way in WAYS:
             training.step(way)

@@ -58,13 +58,13 @@ def main() -> None:
         raise SystemExit("there is no GPU here: only --smoke runs without one")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for name in CASES if options.smoke else [options.case]:
-        rows = CASES[name](options)
-        if options.smoke:
-            continue
         asked = {key: value for key, value in vars(options).items() if key != "out"}
-        result = {**asked, "environment": environment(torch.device(options.device)), "rows": rows}
-        options.out.mkdir(exist_ok=True, parents=True)
-        (options.out / f"{options.name or name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        result = {**asked, "environment": environment(torch.device(options.device)), "rows": []}
+        for row in CASES[name](options):
+            result["rows"].append(row)
+            if not options.smoke:  # after every row, for a run may be stopped
+                options.out.mkdir(exist_ok=True, parents=True)
+                (options.out / f"{options.name or name}.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,12 +25,16 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 @dataclass
 class Measured:
-    """Seconds of a step (median, smallest, largest) and the most bytes that were allocated during one."""
+    """Seconds of a step (median, smallest, largest) and the most bytes that were in use during one.
+
+    ``peak`` counts blocks of the allocator, ``asked`` what was asked of it, which is a little less.
+    """
 
     seconds: float
     fastest: float
     slowest: float
     peak: int
+    asked: int
     parameters: int
 
 
@@ -49,13 +53,11 @@ def build(model: str, way: str, **options: Any) -> petra.Network:
 
 
 class Training:
-    """A network that is trained on one batch, a step after the other; with ``keep_gradients`` in the same memory."""
+    """A network that is trained on one batch, a step after the other."""
 
-    def __init__(
-        self, network: petra.Network, x: Tensor, y: Tensor, *, precision: str, keep_gradients: bool = False
-    ) -> None:
+    def __init__(self, network: petra.Network, x: Tensor, y: Tensor, precision: str) -> None:
         self.network, self.x, self.y = network.to(x.device), x, y
-        self.device, self.amp, self.keep_gradients = x.device, precision == "amp", keep_gradients
+        self.device, self.amp = x.device, precision == "amp"
         self.optimizer = torch.optim.AdamW(network.parameters(), 1e-4, fused=x.is_cuda)
 
     def step(self, way: str) -> None:
@@ -63,7 +65,7 @@ class Training:
             loss = nn.functional.cross_entropy(self.network(self.x).flatten(0, -2), self.y.flatten())
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self.optimizer.zero_grad()
 
     def timed(self, way: str) -> float:
         """Seconds of one step."""
@@ -89,8 +91,9 @@ def measure(training: Training, way: str, steps: int, warm_up: int = 4) -> Measu
         torch.cuda.reset_peak_memory_stats()
     seconds = [training.timed(way) for _ in range(steps)]
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] if on_gpu else 0
     parameters = sum(p.numel() for p in training.network.parameters())
-    return Measured(statistics.median(seconds), min(seconds), max(seconds), peak, parameters)
+    return Measured(statistics.median(seconds), min(seconds), max(seconds), peak, asked, parameters)
 
 
 def images(batch: int, size: int, device: str) -> tuple[Tensor, Tensor]:

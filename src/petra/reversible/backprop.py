@@ -114,9 +114,10 @@ class _Run(torch.autograd.Function):
         ctx.modes = modes(job.modules)
         streams = tensors[: job.width]
         ctx.random = []
-        for coupling in job.couplings:
-            ctx.random.append(random_state(ctx.device))
-            streams = coupling.forward(streams)
+        with autocasting(ctx.device, ctx.autocast):
+            for coupling in job.couplings:
+                ctx.random.append(random_state(ctx.device))
+                streams = coupling.forward(streams)
         ctx.versions = versions(job.modules)
         # A stream that was passed through is an input; the node's outputs have to be its own.
         streams = tuple(x.view_as(x) for x in streams)

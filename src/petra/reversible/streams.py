@@ -67,7 +67,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Autocast to ``dtype``, or none at all, whatever is on outside.
 
-    Cast weights are not cached: a cache would outlive an update or a change of weights.
+    Cast weights are not cached: a cache would outlive an update or a change of weights, and grow with depth.
     """
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
