@@ -1,16 +1,18 @@
 """Reversible transformers against their plain twins: the same data, epochs and seed, the same parameters.
 
     python experiments/twins/run.py vit --data path/to/cifar10 --epochs 30
-    python experiments/twins/run.py roberta --data path/to/sst2
+    python experiments/twins/run.py roberta --data path/to/sst2 --seeds 0 1 2 3
     python experiments/twins/run.py gpt --data text:input.txt
 
 Trains the reversible network with reversible backprop and its twin with backprop, prints test accuracy and loss of the
-last and of the best epoch, and writes them into results/ beside this file.
+last and of the best epoch, and writes them into results/ beside this file. Options that are not listed here are those
+of `petra train`. A run that was interrupted goes on, and one that is done is read.
 """
 
 import argparse
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from petra.cli.main import main as petra
@@ -24,11 +26,12 @@ PAIRS = {
 """The recipe of each, and its reversible network."""
 
 
-def train(recipe: str, model: str, method: str, folder: Path, given: list[str]) -> dict[str, Any]:
+def train(recipe: str, model: str, method: str, seed: int, folder: Path, given: list[str]) -> dict[str, Any]:
     """What one training came to; a run that is there already is continued, or read if it is done."""
     there = ["--resume"] if (folder / "checkpoint").exists() else []
-    arguments = ["train", "--recipe", recipe, "--model", model, "--method", method, "--stages", "1", *given]
-    if petra([*arguments, "--out", str(folder), *there]):
+    arguments = ["--recipe", recipe, "--model", model, "--method", method, "--stages", "1", "--seed", str(seed)]
+    done = (folder / "summary.json").exists()
+    if not done and petra(["train", *arguments, *given, "--out", str(folder), *there]):
         raise SystemExit(1)
     summary = json.loads((folder / "summary.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -47,18 +50,23 @@ def main() -> None:
     """Train both of a pair and compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", choices=PAIRS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/twins"), help="folder of the runs (default %(default)s)")
     parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results"))
-    options, given = parser.parse_known_args()  # all else is for `petra train`
+    options, given = parser.parse_known_args()
     recipe, model = PAIRS[options.pair]
     plain = model.removeprefix("rev-")
     rows = [
-        train(recipe, name, method, options.out / f"{options.pair}-{method}", given)
+        train(recipe, name, method, seed, options.out / f"{options.pair}-{method}-{seed}", given)
+        for seed in options.seeds
         for name, method in ((plain, "backprop"), (model, "reversible"))
     ]
-    columns = ("model", "method", "test_accuracy", "best_test_accuracy", "test_loss", "lowest_test_loss")
-    cells = [[row[c] if isinstance(row[c], str) else f"{row[c]:.4f}" for c in columns] for row in rows]
-    print(render([c.replace("_", " ") for c in columns], cells, left=2))
+    measures = ("test_accuracy", "best_test_accuracy", "test_loss", "lowest_test_loss")
+    cells = [[row["model"], str(row["seed"]), *(f"{row[m]:.4f}" for m in measures)] for row in rows]
+    for name in (plain, model):
+        means = (fmean(row[m] for row in rows if row["model"] == name) for m in measures)
+        cells.append([name, "mean", *(f"{value:.4f}" for value in means)])
+    print(render(["model", "seed", *(m.replace("_", " ") for m in measures)], cells, left=1))
     options.results.mkdir(exist_ok=True, parents=True)
     found = {"pair": options.pair, "given": given, "runs": rows}
     (options.results / f"{options.pair}.json").write_text(json.dumps(found, indent=2) + "\n")

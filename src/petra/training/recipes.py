@@ -113,7 +113,7 @@ RECIPES: dict[str, Recipe] = {
                 "model_options": {"patch": 4},
                 "epochs": 200,
                 "batch_size": 128,
-                "lr": 5e-4,
+                "lr": 2e-4,
                 "weight_decay": 0.05,
                 "warmup_epochs": 10.0,
                 "label_smoothing": 0.1,
