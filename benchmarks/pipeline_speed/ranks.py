@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import resource
 import tempfile
 import time
 import traceback
@@ -26,6 +27,16 @@ from petra.measure import environment
 
 FLUSHING = ("torch 1f1b", "1f1b")
 """Pipelines that stop for an update; their gradients are exact, and so the same."""
+
+
+COUNTED = ("user", "system", "page_faults", "switches")
+"""What the system counts of a process, all threads together; switches are those it was forced to."""
+
+
+def used() -> tuple[float, ...]:
+    """Seconds and numbers of `COUNTED` so far."""
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    return found.ru_utime, found.ru_stime, found.ru_minflt, found.ru_nivcsw
 
 
 def create(options: Namespace) -> nn.Sequential:
@@ -71,7 +82,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
     if rank == options.ranks - 1:
         check_losses(losses, names, options.accumulate)
     check_gradients([p.gradients() for p, name in zip(pipelines, names, strict=True) if name in FLUSHING])
-    windows: list[dict[str, list[float]]] = [{"seconds": [], "own": []} for _ in pipelines]
+    windows: list[dict[str, list[float]]] = [{name: [] for name in ("seconds", "own", *COUNTED)} for _ in pipelines]
     for turn in range(options.rounds):
         for name, pipeline, window in zip(names, pipelines, windows, strict=True):
             say(f"round {turn} of {name}")
@@ -80,10 +91,12 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
                 ticks = options.accumulate * max(2, ticks // options.accumulate // options.ranks)
             dist.barrier()
             pipeline.run(pipeline.lead)
-            own, began = pipeline.busy.seconds, time.perf_counter()
+            before, own, began = used(), pipeline.busy.seconds, time.perf_counter()
             pipeline.run(ticks)
             window["seconds"].append((time.perf_counter() - began) / ticks)
             window["own"].append((pipeline.busy.seconds - own) / ticks)
+            for name, now, then in zip(COUNTED, used(), before, strict=True):
+                window[name].append((now - then) / ticks)
             pipeline.settle()
             dist.barrier()
     say("done")
