@@ -66,7 +66,10 @@ def test_ranks_equal_one_process_bit_for_bit(method, names):
 
 def test_two_processes_equal_one_bit_for_bit(tmp_path):
     options = {"stages": 4, "order": "lock-step"}
-    cases = [{"options": {**options, "method": method, "corrections": names}} for method, names in (SETS[1], SETS[2], SETS[4])]
+    cases = [
+        {"options": {**options, "method": method, "corrections": names}}
+        for method, names in (SETS[1], SETS[2], SETS[4])
+    ]
     expected = [json.loads(json.dumps(run(case))) for case in cases]
     plain = run({"options": {**options, "method": "petra"}})
     assert expected[0]["ticks"][-1] != json.loads(json.dumps(plain))["ticks"][-1]
@@ -122,7 +125,7 @@ def test_another_correction_is_refused():
 
 
 def test_a_checkpoint_of_before_there_were_predictions_is_read():
-    options = {"method": "delayed", "order": "lock-step"}
+    options = {"method": "delayed", "order": "lock-step", "accumulate": 3}
     data = list(batches(14))
     trainer, straight = pipeline(**options), pipeline(**options)
     for x, y in data[:8]:
