@@ -13,10 +13,11 @@ ALLOWED = {
     "conversion": {"reversible"},
     "models": {"reversible"},
     "methods": {"schedule", "reversible"},
-    "execution": {"schedule", "reversible", "methods"},
-    "measure": {"schedule", "reversible", "methods", "execution"},
-    "training": {"schedule", "reversible", "models", "methods", "execution", "measure"},
-    "cli": {"schedule", "reversible", "models", "methods", "execution", "measure", "training"},
+    "corrections": {"schedule", "reversible"},
+    "execution": {"schedule", "reversible", "methods", "corrections"},
+    "measure": {"schedule", "reversible", "methods", "corrections", "execution"},
+    "training": {"schedule", "reversible", "models", "methods", "corrections", "execution", "measure"},
+    "cli": {"schedule", "reversible", "models", "methods", "corrections", "execution", "measure", "training"},
 }
 
 

@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> None:
     names = list(dict.fromkeys(options.methods))
     configs = []
     for name in names:
-        order = {} if methods.find(name).pipelined else {"order": None}
-        configs.append(RunConfig.from_options(options.recipe, {**asked, "method": name, **order}))
+        others = {} if methods.find(name).pipelined else {"order": None, "corrections": ()}
+        configs.append(RunConfig.from_options(options.recipe, {**asked, "method": name, **others}))
         configs[-1].validate()
         if not options.overwrite:
             refuse_to_overwrite(options.out / name, "--overwrite")

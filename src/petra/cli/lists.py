@@ -1,4 +1,4 @@
-"""`petra methods`, `petra models`, `petra recipes`: what there is, a line each."""
+"""`petra methods`, `petra corrections`, `petra models`, `petra recipes`: what there is, a line each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from petra import models
+from petra.corrections import CORRECTIONS
 from petra.methods import METHODS
 from petra.tables import render
 from petra.training.fitting import accepted, task
@@ -18,6 +19,7 @@ def add_to(commands: Any) -> None:
     """Add the commands to the parser."""
     for name, text, run in (
         ("methods", "list the training methods", list_methods),
+        ("corrections", "list what can be done about staleness", list_corrections),
         ("models", "list the networks", list_models),
         ("recipes", "list the recipes", list_recipes),
     ):
@@ -28,6 +30,12 @@ def list_methods(options: argparse.Namespace) -> None:
     """Each method with what it keeps."""
     rows = [[m.name, m.summary, m.keeps, m.backward_weights] for m in METHODS.values()]
     print(render(["method", "what it does", "kept per micro-batch in flight", "weights backward"], rows, left=4))
+
+
+def list_corrections(options: argparse.Namespace) -> None:
+    """Each correction with what it does and how it is asked for."""
+    rows = [[c.name, c.summary, f"--correct {c.example}"] for c in CORRECTIONS.values()]
+    print(render(["correction", "what it does", "how to ask for it"], rows, left=3))
 
 
 def list_models(options: argparse.Namespace) -> None:

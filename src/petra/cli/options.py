@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from petra.corrections import CORRECTIONS, choose
 from petra.execution.job import processes
 from petra.methods import METHODS
 from petra.training.curves import SCHEDULES
@@ -38,6 +39,14 @@ def fractions(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(",") if part)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of fractions like 0.5,0.75") from None
+
+
+def correction_names(text: str) -> tuple[str, ...]:
+    """``predict,shrink:0.9``, each with its parameter."""
+    try:
+        return tuple(str(correction) for correction in choose(part for part in text.split(",") if part))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -104,15 +113,27 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
         metavar="NAME",
         help="low-staleness (default), lock-step (the paper's), or micro-batches in flight of each stage like 6,4,2,0",
     )
+    how.add_argument(
+        "--correct",
+        dest="corrections",
+        type=correction_names,
+        metavar="NAME,…",
+        help=f"what to do about staleness: {', '.join(CORRECTIONS)}, each with a parameter or not, like "
+        "predict,shrink:0.9; `petra corrections` lists them (default: nothing)",
+    )
     how.add_argument("--accumulate", type=int, metavar="K", help="micro-batches per update (default 1)")
     how.add_argument("--epochs", type=int, help="passes over the data (default 10)")
     how.add_argument("--batch-size", type=int, metavar="N", help="samples in a micro-batch (default 64)")
     how.add_argument("--optimizer", metavar="NAME", help=f"one of {', '.join(OPTIMIZERS)} (default sgd)")
-    how.add_argument("--lr", type=float, help="learning rate (default 0.1 · batch size · K / 256; adamw 1e-3)")
-    how.add_argument("--momentum", type=float, help="Nesterov momentum, or the first beta of adamw (default 0.9)")
-    how.add_argument("--beta2", type=float, help="the second beta of adamw (default 0.999)")
     how.add_argument(
-        "--weight-decay", type=float, help="of all but norms, biases and other vectors (default 5e-4; adamw 0.05)"
+        "--lr", type=float, help="learning rate (default 0.1 · batch size · K / 256; adamw and nadamw 1e-3)"
+    )
+    how.add_argument(
+        "--momentum", type=float, help="Nesterov momentum, or the first beta of adamw and nadamw (0.9; nadamw 0.99)"
+    )
+    how.add_argument("--beta2", type=float, help="the second beta of adamw and nadamw (default 0.999)")
+    how.add_argument(
+        "--weight-decay", type=float, help="of all but norms, biases and other vectors (5e-4; adamw and nadamw 0.05)"
     )
     how.add_argument(
         "--schedule",
@@ -145,7 +166,8 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
 _CONFIG = (
     *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
     *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
-    *("label_smoothing", "autocast", "exact", "compile", "messages", "seed", "replicas", "checkpoint_every"),
+    *("label_smoothing", "autocast", "exact", "compile", "messages", "corrections", "seed", "replicas"),
+    "checkpoint_every",
 )
 _MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
 

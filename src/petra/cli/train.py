@@ -103,9 +103,10 @@ def run(options: argparse.Namespace) -> int:
             raise
     if transport.place.speaks:
         on = f" and {summary['ranks']} ranks" if summary["ranks"] > 1 else ""
+        corrected = "".join(f" + {name}" for name in summary.get("corrections", []))
         on += f" in {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
         print(
-            f"{summary['method']} on {len(summary['stages'])} stages{on} ({summary['order']}): "
+            f"{summary['method']}{corrected} on {len(summary['stages'])} stages{on} ({summary['order']}): "
             f"test accuracy {summary['test_accuracy']:.2%} (best {summary['best_test_accuracy']:.2%} "
             f"in epoch {summary['best_epoch']}), test loss {summary['test_loss']:.4f}, "
             f"{summary['samples_per_second']:.0f} samples/s, "

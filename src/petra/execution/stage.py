@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from petra.corrections import Corrected
 from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Chain, Kept, Method
 from petra.reversible.gradients import ParameterGradients, vjp
@@ -58,6 +59,7 @@ class Stage:
         sends_streams: bool = True,
         message_dtype: torch.dtype | None = None,
         average: Callable[[Sequence[Tensor]], None] | None = None,
+        corrected: Corrected | None = None,
     ) -> None:
         self.index = index
         self.last = index == count - 1
@@ -75,6 +77,8 @@ class Stage:
         """What float32 travels as to and from the neighbours; None for float32 itself."""
         self.average = average
         """Replaces tensors by their mean over the replicas of this stage."""
+        self.corrected = corrected
+        """What is done about staleness."""
         self.kept: dict[int, Kept] = {}
         self.stash = WeightStash(self.parameters) if method.stashes_weights else None
         self.updates = 0
@@ -84,9 +88,13 @@ class Stage:
     def forward(self, microbatch: int, inputs: Streams) -> Streams:
         """Outputs of the stage; what its backward will need is kept."""
         inputs = self._unpacked(inputs)
-        outputs, self.kept[microbatch] = self.method.forward(self.chain, microbatch, inputs, self.last)
+        delay, weights = 0, None
+        if self.corrected is not None:
+            delay, weights = self.corrected.before_forward(microbatch, self._accumulated)
+        with self.chain.using(weights):
+            outputs, self.kept[microbatch] = self.method.forward(self.chain, microbatch, inputs, self.last)
         if self.stash is not None:
-            self.stash.keep(microbatch)
+            self.stash.keep(microbatch, delay, weights)
         outputs = tuple(dense(y) for y in outputs)
         return outputs if self.last else self._packed(outputs)
 
@@ -116,7 +124,9 @@ class Stage:
         kept = self.kept.pop(microbatch)
         if self.stash is not None:
             kept.weights = self.stash.take(microbatch)
-        inputs, gradients, parameters = self.method.backward(self.chain, microbatch, kept, message)
+        weights = None if self.corrected is None else self.corrected.before_backward(microbatch)
+        with self.chain.using(weights):
+            inputs, gradients, parameters = self.method.backward(self.chain, microbatch, kept, message)
         self._accumulate(parameters, (*message.gradients, *gradients))
         below = self._packed(tuple(dense(x) for x in inputs)) if self.sends_streams else None
         return BackwardMessage(below, self._packed(tuple(None if g is None else dense(g) for g in gradients)))
@@ -161,11 +171,15 @@ class Stage:
         self._accumulated = 0
         if self.average is not None:
             self._average_over_replicas()
+        if self.corrected is not None:
+            self.corrected.change_gradients()
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         if self.stash is not None:
             self.stash.before_update()
-        if self.optimizer is not None:
+        if self.corrected is not None:
+            self.corrected.step()
+        elif self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -197,10 +211,11 @@ class Stage:
     def held(self) -> dict[str, list[Tensor]]:
         """The tensors that live in the stage between actions, by what they are for."""
         optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
+        corrected = self.corrected.tensors() if self.corrected is not None else []
         buffers = [b for layer in self.chain.layers for b in layer.buffers()]
         return {
             "weights": [p.detach() for p in self.parameters] + buffers,
-            "optimizer": [v for state in optimizer for v in state.values() if isinstance(v, Tensor)],
+            "optimizer": [v for state in optimizer for v in state.values() if isinstance(v, Tensor)] + corrected,
             "gradients": [g for g in self.gradients() if g is not None],
             "stashed weights": [w for copy in self.stash.copies.values() for w in copy] if self.stash else [],
             "inputs": [x for kept in self.kept.values() for streams in kept.inputs for x in streams],

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+Version = tuple[int, int]
+"""How many updates there were before, and how many more were predicted."""
+
 
 class WeightStash:
     """Copies a version only when an update is about to overwrite it and a micro-batch still needs it.
@@ -17,12 +20,18 @@ class WeightStash:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._version = 0
-        self._needed: dict[int, int] = {}  # micro-batch -> version of its forward
-        self.copies: dict[int, list[Tensor]] = {}
+        self._needed: dict[int, Version] = {}  # micro-batch -> version of its forward
+        self.copies: dict[Version, list[Tensor]] = {}
 
-    def keep(self, microbatch: int) -> None:
-        """The forward of ``microbatch`` has used the current weights."""
-        self._needed[microbatch] = self._version
+    def keep(self, microbatch: int, ahead: int = 0, predicted: list[Tensor] | None = None) -> None:
+        """The forward of ``microbatch`` has used the current weights, or what they are ``predicted`` to be ``ahead``.
+
+        A prediction belongs to nobody else, so it is kept as it is, once for all micro-batches that have used it.
+        """
+        version = self._version, ahead if predicted is not None else 0
+        self._needed[microbatch] = version
+        if predicted is not None:
+            self.copies.setdefault(version, predicted)
 
     def take(self, microbatch: int) -> list[Tensor] | None:
         """The weights of the forward of ``microbatch``, None if they are still the current ones."""
@@ -34,8 +43,8 @@ class WeightStash:
 
     def before_update(self) -> None:
         """The current weights are about to change."""
-        if self._version in self._needed.values():
-            self.copies[self._version] = [p.detach().clone() for p in self._parameters]
+        if (self._version, 0) in self._needed.values():
+            self.copies[self._version, 0] = [p.detach().clone() for p in self._parameters]
         self._version += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,5 +52,10 @@ class WeightStash:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._version = state["version"]
-        self._needed = dict(state["needed"])
-        self.copies = dict(state["copies"])
+        self._needed = {m: _whole(version) for m, version in state["needed"].items()}
+        self.copies = {_whole(version): copy for version, copy in state["copies"].items()}
+
+
+def _whole(version: int | Version) -> Version:
+    """Checkpoints of before there were predictions have the first number alone."""
+    return (version, 0) if isinstance(version, int) else version

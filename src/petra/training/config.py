@@ -19,8 +19,10 @@ from petra.training.curves import SCHEDULES, CosineCurve, LearningRateCurve
 from petra.training.data import Data, load
 from petra.training.fitting import check_options, usual_arguments
 from petra.training.loss import cross_entropy
-from petra.training.preparation import Loss
+from petra.training.preparation import Loss, choose_corrections
 from petra.training.trainer import choose_order
+
+ADAPTIVE = ("adamw", "nadamw")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class RunConfig:
     batch_size: int = 64
     optimizer: str = "sgd"
     lr: float | None = None
-    momentum: float = 0.9
+    momentum: float | None = None
     beta2: float = 0.999
     weight_decay: float | None = None
     schedule: str = "steps"
@@ -51,6 +53,7 @@ class RunConfig:
     seed: int = 0
     replicas: int = 1
     messages: str | None = None
+    corrections: tuple[str, ...] = ()
     model_options: dict[str, Any] = field(default_factory=dict)
     length: int | None = None
     vocab_size: int | None = None
@@ -66,7 +69,8 @@ class RunConfig:
         model_options = {**brought, **options.get("model_options", {})}
         method = methods.METHODS.get(options.get("method", ""))
         if method is not None and not method.pipelined:
-            merged.pop("order", None)  # the recipe's is for its own method
+            for name in ("order", "corrections"):  # the recipe's are for its own method
+                merged.pop(name, None)
         merged.update(options)
         merged["model_options"] = model_options
         for name in ("model", "data"):
@@ -74,9 +78,9 @@ class RunConfig:
                 raise ValueError(f"--{name} is missing: give it, or a --recipe that brings it")
         if "drops" in options and merged.get("schedule") == "cosine":
             raise ValueError(f"--drops is {list(options['drops'])}, but the schedule is cosine: leave one of them out")
-        if "beta2" in options and merged.get("optimizer") != "adamw":
+        if "beta2" in options and merged.get("optimizer") not in ADAPTIVE:
             raise ValueError(
-                f"--beta2 is {options['beta2']}, but it is for adamw: add --optimizer adamw, or leave it out"
+                f"--beta2 is {options['beta2']}, but it is for adamw and nadamw: add --optimizer adamw, or leave it out"
             )
         if "stages" not in options and "stages" in merged and isinstance(merged["stages"], int):
             merged["stages"] = min(merged["stages"], len(_outline(merged["model"], model_options)))
@@ -88,24 +92,31 @@ class RunConfig:
         known = {f.name for f in fields(cls)}
         if unknown := set(values) - known:
             raise ValueError(f"the run was written by another version of Petra: unknown {', '.join(sorted(unknown))}")
-        return cls(**{**values, "drops": tuple(values["drops"])})
+        return cls(**{**values, "drops": tuple(values["drops"]), "corrections": tuple(values.get("corrections", ()))})
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "drops": list(self.drops)}
+        return {**asdict(self), "drops": list(self.drops), "corrections": list(self.corrections)}
 
     @property
     def base_lr(self) -> float:
-        """The learning rate after warm-up: as given, or for SGD by the paper's rule and 1e-3 for AdamW."""
+        """The learning rate after warm-up: as given, or for SGD by the paper's rule and 1e-3 for the others."""
         if self.lr is not None:
             return self.lr
-        return 1e-3 if self.optimizer == "adamw" else optimizers.base_learning_rate(self.batch_size, self.accumulate)
+        return 1e-3 if self.optimizer in ADAPTIVE else optimizers.base_learning_rate(self.batch_size, self.accumulate)
 
     @property
     def decay(self) -> float:
         """The weight decay: as given, or what suits the optimizer."""
         if self.weight_decay is not None:
             return self.weight_decay
-        return 0.05 if self.optimizer == "adamw" else 5e-4
+        return 0.05 if self.optimizer in ADAPTIVE else 5e-4
+
+    @property
+    def beta1(self) -> float:
+        """The momentum: as given, or what suits the optimizer."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.99 if self.optimizer == "nadamw" else 0.9
 
     @property
     def loss(self) -> Loss:
@@ -114,10 +125,10 @@ class RunConfig:
 
     def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of a stage."""
-        if self.optimizer == "adamw":
-            betas = (self.momentum, self.beta2)
-            return optimizers.adamw(parameters, lr=self.base_lr, betas=betas, weight_decay=self.decay)
-        return optimizers.sgd(parameters, lr=self.base_lr, momentum=self.momentum, weight_decay=self.decay)
+        if self.optimizer in ADAPTIVE:
+            make = optimizers.adamw if self.optimizer == "adamw" else optimizers.nadamw
+            return make(parameters, lr=self.base_lr, betas=(self.beta1, self.beta2), weight_decay=self.decay)
+        return optimizers.sgd(parameters, lr=self.base_lr, momentum=self.beta1, weight_decay=self.decay)
 
     def curve(self, batches: int) -> LearningRateCurve | CosineCurve:
         """The learning rate over a training with so many micro-batches an epoch."""
@@ -151,8 +162,8 @@ class RunConfig:
         for name, known in (("optimizer", optimizers.OPTIMIZERS), ("schedule", SCHEDULES)):
             if (value := getattr(self, name)) not in known:
                 raise unknown(name, str(value), known)
-        for name in ("beta2", "label_smoothing") + (("momentum",) if self.optimizer == "adamw" else ()):
-            if not 0 <= (value := getattr(self, name)) < 1:
+        for name in ("beta2", "label_smoothing") + (("momentum",) if self.optimizer in ADAPTIVE else ()):
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 0 or more and less than 1")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"--clip-norm is {self.clip_norm}: give a positive norm, or leave it out")
@@ -168,6 +179,8 @@ class RunConfig:
             raise ValueError(f"--exact is for reversible layers, and {self.model} has none: leave it out")
         cuts = partition(len(outline), self.stages)
         choose_order(method, len(cuts), self.accumulate, self.order)
+        for correction in choose_corrections(self.corrections, method):
+            correction.check(self.make_optimizer([nn.Parameter(torch.zeros(1))]))
 
 
 def _of_another(model: str, other: str, options: dict[str, Any]) -> dict[str, Any]:

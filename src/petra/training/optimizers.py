@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "nadamw")
 
 
 def sgd(
@@ -27,6 +27,20 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW with no weight decay on norms and biases."""
     return torch.optim.AdamW(_groups(parameters, weight_decay), lr, betas=betas)
+
+
+def nadamw(
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.99, 0.999),
+    weight_decay: float = 0.0,
+) -> torch.optim.NAdam:
+    """Adam with Nesterov's look-ahead, which with momentum near 1 makes up for delayed gradients; no decay of vectors.
+
+    Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization", 2025.
+    """
+    return torch.optim.NAdam(_groups(parameters, weight_decay), lr, betas=betas, decoupled_weight_decay=True)
 
 
 def base_learning_rate(batch_size: int, accumulate: int) -> float:

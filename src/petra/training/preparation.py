@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petra.corrections import Corrected, Correction, choose
 from petra.execution import partition
+from petra.methods import Method
+from petra.schedule import Order
 
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -45,6 +48,41 @@ def make_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) 
             "ReduceLROnPlateau waits for a metric, but schedulers are stepped after every update: use one that counts"
         )
     return scheduler
+
+
+def choose_corrections(asked: Sequence[str | Correction], method: Method) -> list[Correction]:
+    """The corrections that were asked for, unless they have no meaning for the method."""
+    if isinstance(asked, str):
+        raise ValueError(f"corrections is {asked!r}: give a list of names")
+    chosen = choose(asked)
+    if chosen and not method.pipelined:
+        raise ValueError(
+            f"{method.name} has no staleness to correct: leave {chosen[0].name} out, or choose a pipelined method such "
+            "as petra"
+        )
+    for correction in chosen:
+        if correction.moves_backward and method.stashes_weights:
+            raise ValueError(
+                f"{method.name} goes backward with the weights of its forward, so there is nothing for "
+                f"{correction.name} to correct: leave it out, or choose petra or checkpointed"
+            )
+    return chosen
+
+
+def make_corrected(
+    corrections: Sequence[Correction],
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    order: Order,
+    stage: int,
+) -> Corrected | None:
+    """What a stage is corrected by; None where nothing is stale."""
+    if not corrections or optimizer is None:
+        return None
+    for correction in corrections:
+        correction.check(optimizer)
+    in_flight = order.staleness(stage)
+    return Corrected(corrections, parameters, optimizer, in_flight, order.accumulate) if in_flight else None
 
 
 def refuse_other_dtypes(network: nn.Module) -> None:

@@ -129,6 +129,7 @@ class Run:
             transport=transport,
             placement=placement,
             message_dtype=config.message_dtype,
+            corrections=config.corrections,
         )
 
     def __call__(self) -> dict[str, Any]:
@@ -231,6 +232,7 @@ class Run:
             "replicas": self.transport.place.replicas,
             "order": trainer.order.name,
             "staleness": trainer.layout["in_flight"],
+            "corrections": trainer.layout["corrections"],
             "accumulate": config.accumulate,
             "epochs": config.epochs,
             "seed": config.seed,
@@ -306,6 +308,7 @@ class Run:
         saved = self._checkpoints.run()
         if saved.get("data", self._fingerprint) != self._fingerprint:
             raise ValueError(f"{self.config.data} has changed since the run began: resume it with the data that it had")
+        saved["layout"].setdefault("corrections", [])  # of before there were any
         try:
             finished: list[Finished] = []
             if saved["layout"] == self.trainer.layout:
@@ -332,7 +335,7 @@ class Run:
     def _restore_at_another_cut(self, saved: dict[str, Any]) -> list[Finished]:
         """Finish what is in flight with the stages and replicas it belongs to, then take the weights over."""
         layout = saved["layout"]
-        for name in ("method", "accumulate", "seed", "messages"):
+        for name in ("method", "accumulate", "seed", "messages", "corrections"):
             if layout[name] != self.trainer.layout[name]:
                 raise ValueError(f"the checkpoint was written with {name} {layout[name]}: use the same to resume it")
         order = layout["order"] if layout["order"] in ORDERS else layout["in_flight"]

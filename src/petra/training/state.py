@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petra.corrections import Corrected
 from petra.execution import Stage
 
 Names = Mapping[Tensor, str]
 
 
 def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> dict[str, Any]:
-    """What replicas of a stage have in common: its part of ``network``, its optimizer, scheduler and stash."""
+    """What replicas of a stage have in common: its part of ``network``, its optimizer, scheduler, stash and so on."""
     return {
         "network": dict(network),
         "optimizer": None if stage.optimizer is None else _named(stage.optimizer, names),
         "scheduler": None if stage.scheduler is None else stage.scheduler.state_dict(),
         "stash": None if stage.stash is None else stage.stash.state_dict(),
+        "corrections": None if stage.corrected is None else _named_corrections(stage.corrected, names),
         "updates": stage.updates,
     }
 
@@ -33,6 +35,8 @@ def load_weights(stage: Stage, saved: Mapping[str, Any], names: Names) -> None:
     if stage.stash is not None:
         stage.stash.load_state_dict(saved["stash"])
     stage.updates = saved["updates"]
+    if stage.corrected is not None:
+        _load_corrections(stage, [saved["corrections"]], saved["corrections"]["began"], names)
 
 
 def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names) -> None:
@@ -41,6 +45,9 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
     stage.updates = max(state["updates"] for state in saved)
     if stage.optimizer is None:
         return
+    if stage.corrected is not None:
+        corrections = [state["corrections"] for state in saved if state["corrections"] is not None]
+        _load_corrections(stage, corrections, {}, names)
     with_optimizer = [state for state in saved if state["optimizer"] is not None]
     _load_optimizer(stage.optimizer, [state["optimizer"] for state in with_optimizer], names)
     if stage.scheduler is not None:
@@ -53,6 +60,18 @@ def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
         settings = {key: value for key, value in group.items() if key != "params"}
         groups.append({"names": [names[p] for p in group["params"]], "settings": settings})
     return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "groups": groups}
+
+
+def _named_corrections(corrected: Corrected, names: Names) -> dict[str, Any]:
+    found = corrected.state_dict()
+    return {**found, "state": {names[p]: values for p, values in found["state"].items()}}
+
+
+def _load_corrections(stage: Stage, saved: list[dict[str, Any]], began: dict[int, int], names: Names) -> None:
+    assert stage.corrected is not None
+    states = {name: values for one in saved for name, values in one["state"].items()}
+    found = {p: states[names[p]] for p in stage.parameters if names[p] in states}
+    stage.corrected.load_state_dict({"state": found, "began": began}, stage.updates)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], names: Names) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from petra import methods
+from petra.corrections import Correction
 from petra.execution import Alone, Finished, LocalExecutor, RankExecutor, Rehearsal, Stage, Transport, partition
 from petra.methods import Chain, Method, Settings
 from petra.names import unknown
@@ -24,7 +25,9 @@ from petra.training.preparation import (
     Loss,
     OptimizerFactory,
     SchedulerFactory,
+    choose_corrections,
     device_of,
+    make_corrected,
     make_optimizer,
     make_scheduler,
     place_stages,
@@ -63,7 +66,8 @@ class Trainer:
     own stages only. ``placement`` is the rank of each stage; if left out, each holds about as many in a row. Where
     the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
     mean gradient of all. ``message_dtype`` is what float32 travels as between stages, to send half as much
-    with ``torch.bfloat16``.
+    with ``torch.bfloat16``. ``corrections`` make up for staleness in pipelined methods: names like ``"predict"`` or
+    ``"shrink:0.9"``, or objects of `petra.corrections`.
 
     >>> trainer = Trainer(network, loss=nn.functional.cross_entropy, stages=4,
     ...                   optimizer=lambda p: torch.optim.SGD(p, 0.1))       # doctest: +SKIP
@@ -90,6 +94,7 @@ class Trainer:
         transport: Transport | None = None,
         placement: Sequence[int] | None = None,
         message_dtype: torch.dtype | None = None,
+        corrections: Sequence[str | Correction] = (),
     ) -> None:
         if not isinstance(network, nn.Sequential):
             raise ValueError(
@@ -100,6 +105,7 @@ class Trainer:
         self.method = methods.find(method) if isinstance(method, str) else method
         cuts = partition(len(network), stages)
         self.order = choose_order(self.method, len(cuts), accumulate, order)
+        self.corrections = choose_corrections(corrections, self.method)
         self.network = network
         self.device = torch.device(device) if device is not None else device_of(network)
         self.loss = loss
@@ -114,6 +120,7 @@ class Trainer:
             "seed": seed,
             "replicas": place.replicas,
             "messages": str(message_dtype or torch.float32),
+            "corrections": [str(correction) for correction in self.corrections],
         }
         """What has to be the same for a state to be taken up as it is."""
         refuse_sharing(network, cuts)
@@ -153,6 +160,7 @@ class Trainer:
                     sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
                     message_dtype=message_dtype,
                     average=transport.average if place.replicas > 1 else None,
+                    corrected=make_corrected(self.corrections, chain.parameters(), own, self.order, index),
                 )
                 made.append(stage)
         if place.ranks == 1:

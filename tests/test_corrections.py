@@ -1,0 +1,345 @@
+"""Each correction is what its formula says, in every pipelined method; where nothing is stale, it is nothing."""
+
+import copy
+
+import pytest
+import torch
+from delays import data, network, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import mixed_network
+from torch import nn
+from trainers import make, same_weights, trained
+
+from petra.corrections import CORRECTIONS, Corrected, Correction, choose, find
+from petra.schedule import Kind, Pipelined, Schedule, lock_step, low_staleness
+
+SETS = {
+    "none": [],
+    "predict": ["predict"],
+    "spike": ["spike"],
+    "shrink": ["shrink:0.7"],
+    "reschedule": ["reschedule:4"],
+    "discrepancy": ["discrepancy:0.3"],
+    "predict and spike": ["predict", "spike"],
+    "predict, spike, shrink and reschedule": ["predict", "spike", "shrink:0.8", "reschedule:5"],
+    "spike, reschedule and discrepancy": ["spike", "reschedule:3", "discrepancy"],
+}
+STASHING = ("delayed", "petra-stashed")
+
+
+def plain(names):
+    """Name -> parameter, from the text alone."""
+    found = dict(name.split(":") if ":" in name else (name, "0.135") for name in names)
+    return {name: float(value) for name, value in found.items()}
+
+
+def check_against_formulas(blocks, k, order, runs, method, names, optimizer, nesterov=True, clip=None):
+    torch.manual_seed(1)
+    net = network(blocks)
+    stages = blocks + 2
+    in_flight = {"lock-step": lock_step, "low-staleness": low_staleness}[order](stages).in_flight
+    hyper = {"optimizer": optimizer, "lr": 0.1, "gamma": 0.95, "decay": 0.01, "clip": clip}
+    hyper |= {"momentum": 0.8, "nesterov": nesterov}
+    expected = train(net, in_flight, k, runs, method, hyper, plain(names))
+
+    def make_optimizer(p):
+        if optimizer == "sgd":
+            return torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=nesterov, weight_decay=0.01)
+        return torch.optim.AdamW(p, 0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.01)
+
+    trainer = make(
+        net,
+        method=method,
+        stages=stages,
+        order=order,
+        accumulate=k,
+        corrections=names,
+        optimizer=make_optimizer,
+        clip_norm=clip,
+        scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.95),
+    )
+    batches = iter(data(sum(runs)))
+    for run in runs:
+        for _ in range(run):
+            trainer.step(*next(batches))
+        trainer.drain()
+    for layer, weights in zip(net, expected, strict=True):
+        for found, wanted in zip(layer.parameters(), weights, strict=True):
+            torch.testing.assert_close(found.detach(), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        (name, method)
+        for name in SETS
+        for method in ("petra", "checkpointed", *(STASHING if "discrepancy" not in name else ()))
+    ],
+)
+def test_formulas(name, method):
+    for order, k in (("lock-step", 1), ("low-staleness", 2)):
+        check_against_formulas(2, k, order, [9, 6], method, SETS[name], "sgd")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    blocks=st.integers(0, 3),
+    k=st.integers(1, 4),
+    order=st.sampled_from(["lock-step", "low-staleness"]),
+    runs=st.lists(st.integers(1, 12), min_size=1, max_size=2),
+    method=st.sampled_from(["petra", "checkpointed", "delayed", "petra-stashed"]),
+    name=st.sampled_from(sorted(SETS)),
+    optimizer=st.sampled_from(["sgd", "adamw"]),
+    nesterov=st.booleans(),
+    clip=st.sampled_from([None, 0.3]),
+)
+def test_formulas_whatever_the_numbers(blocks, k, order, runs, method, name, optimizer, nesterov, clip):
+    names = [n for n in SETS[name] if not (n.startswith("discrepancy") and method in STASHING)]
+    names = [n for n in names if not (n == "spike" and optimizer == "adamw")]
+    check_against_formulas(blocks, k, order, runs, method, names, optimizer, nesterov, clip)
+
+
+class Recorded(Correction):
+    """Notes the delays that it is told."""
+
+    name = "recorded"
+
+    def __init__(self):
+        self.told = []
+
+    def forward_weights(self, site, delay):
+        self.told.append(delay)
+
+    def backward_weights(self, site, delay):
+        self.told.append(delay)
+
+
+@given(
+    in_flight=st.lists(st.integers(1, 4), max_size=5).map(
+        lambda steps: [sum(steps[i:]) for i in range(len(steps) + 1)]
+    ),
+    k=st.integers(1, 5),
+    microbatches=st.integers(1, 40),
+)
+def test_delays_are_those_of_the_schedule(in_flight, k, microbatches):
+    """Counted action by action, whatever the order; and their mean in a full pipeline is τ = n/k."""
+    order = Pipelined(in_flight, k)
+    for stage, program in enumerate(Schedule.of(order, microbatches).programs):
+        if in_flight[stage] == 0:
+            continue
+        updates, before, delays = 0, {}, {}
+        for action in program:
+            if action.kind is Kind.FORWARD:
+                before[action.microbatch] = updates
+            elif action.kind is Kind.BACKWARD:
+                delays[action.microbatch] = updates - before[action.microbatch]
+            else:
+                updates += 1
+        recorded = Recorded()
+        parameter = nn.Parameter(torch.zeros(1))
+        corrected = Corrected([recorded], [parameter], torch.optim.SGD([parameter], 0.1), in_flight[stage], k)
+        accumulated = 0
+        for action in program:
+            recorded.told.clear()
+            m = action.microbatch
+            if action.kind is Kind.FORWARD:
+                assert corrected.before_forward(m, accumulated) == (delays[m], None)
+                assert recorded.told == [delays[m]] * (delays[m] > 0)
+            elif action.kind is Kind.BACKWARD:
+                corrected.before_backward(m)
+                assert recorded.told == [delays[m]] * (delays[m] > 0)
+                accumulated += 1
+            else:
+                corrected.step()
+                accumulated = 0
+        n = in_flight[stage]
+        for group in range(-(-n // k), microbatches // k):  # its first forward was in a full pipeline
+            assert sum(delays[group * k + i] for i in range(k)) / k == n / k == corrected.site.staleness
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_where_nothing_is_stale_nothing_changes(name):
+    """Bit for bit: on one stage, and on the last of several, which reads what others have corrected."""
+    method = "petra"
+    names = [CORRECTIONS[name].example]
+    twin = mixed_network()
+    one = trained(copy.deepcopy(twin), method=method, stages=1, corrections=names)
+    assert same_weights(one, trained(twin, method=method, stages=1))
+    trainer = make(mixed_network(), stages=3, corrections=names)
+    assert [stage.corrected is None for stage in trainer.stages] == [False, False, True]
+
+
+@pytest.mark.parametrize("name", [n for n in SETS if n != "none"])
+def test_where_something_is_stale_something_changes(name):
+    twin = mixed_network()
+    corrected = trained(copy.deepcopy(twin), stages=3, corrections=SETS[name])
+    assert not same_weights(corrected, trained(twin, stages=3))
+
+
+@pytest.mark.parametrize("name", ["predict", "discrepancy"])
+def test_weights_come_back_to_the_bit_and_stay_where_they_are(name):
+    """Many forwards and backwards between two updates, none of which leaves a trace in the weights."""
+    trainer = make(mixed_network(), stages=3, accumulate=4, order="lock-step", corrections=[name])
+    parameters = list(trainer.network.parameters())
+    identities = [p.data_ptr() for p in parameters]
+    seen = {}
+    swapped = []
+
+    def observe(tick, action, stage):
+        now = [p.detach().clone() for p in stage.parameters]
+        if action.kind is not Kind.UPDATE and stage.index in seen:
+            assert all(torch.equal(a, b) for a, b in zip(now, seen[stage.index], strict=True))
+        seen[stage.index] = now
+
+    for stage in trainer.stages[:2]:
+        using = stage.chain.using
+
+        def noted(weights, using=using):
+            swapped.append(weights is not None)
+            return using(weights)
+
+        stage.chain.using = noted
+    trainer.executor.observers.append(observe)
+    for _ in range(17):
+        trainer.step(torch.randn(3, 2, 4, 4), torch.randint(4, (3,)))
+    assert any(swapped)
+    assert [p.data_ptr() for p in parameters] == identities
+
+
+def test_weights_come_back_when_a_layer_fails():
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.fails = nn.Linear(4, 4), False
+
+        def forward(self, x):
+            if self.fails:
+                raise RuntimeError("not today")
+            return self.fc(x)
+
+    net = nn.Sequential(Moody(), nn.Linear(4, 4))
+    trainer = make(net, stages=2, method="checkpointed", corrections=["predict"])
+    for _ in range(4):
+        trainer.step(torch.randn(3, 4), torch.randint(4, (3,)))
+    before = copy.deepcopy(net.state_dict())
+    net[0].fails = True
+    with pytest.raises(ValueError, match="not today"):
+        trainer.step(torch.randn(3, 4), torch.randint(4, (3,)))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
+
+
+def test_evaluation_uses_the_weights_themselves():
+    trainer = make(mixed_network(), stages=4, order="lock-step", corrections=["predict", "spike"])
+    x = torch.randn(3, 2, 4, 4)
+    for _ in range(12):
+        trainer.step(torch.randn(3, 2, 4, 4), torch.randint(4, (3,)))
+    twin = copy.deepcopy(trainer.network).eval()
+    with torch.no_grad():
+        assert torch.equal(trainer.predict(x), twin(x))
+
+
+def test_schedulers_see_the_optimizers_own_learning_rate():
+    trainer = make(
+        mixed_network(),
+        stages=4,
+        order="lock-step",
+        corrections=["reschedule:100"],
+        scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    )
+    for _ in range(10):
+        trainer.step(torch.randn(3, 2, 4, 4), torch.randint(4, (3,)))
+    stage = trainer.stages[0]
+    assert stage.updates == 4
+    assert stage.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.5**4)
+    assert stage.corrected.site.rate == pytest.approx(6 ** -(1 - 4 / 100))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_stashed_predictions_are_shared(k):
+    """One for each version and delay, not one for each micro-batch in flight."""
+    trainer = make(
+        mixed_network(), method="delayed", stages=4, order="lock-step", accumulate=k, corrections=["predict"]
+    )
+    for _ in range(30):
+        trainer.step(torch.randn(3, 2, 4, 4), torch.randint(4, (3,)))
+        stage = trainer.stages[0]
+        used = {id(copy) for copy in stage.stash.copies.values()}
+        assert len(stage.kept) <= 6
+        assert len(used) <= 2 * -(-6 // k) + 1 if k > 1 else len(used) <= 6
+    trainer.drain()
+    assert not any(stage.stash.copies for stage in trainer.stages)
+
+
+def test_parameters_without_momentum_or_gradient():
+    """Frozen ones, and ones that no gradient reaches until later."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.c.requires_grad_(False)
+            self.both = False
+
+        def forward(self, x):
+            y = self.c(self.a(x))
+            return y + self.b(x) if self.both else y
+
+    for names in (["predict", "spike"], ["discrepancy"]):
+        net = nn.Sequential(Two(), nn.Linear(4, 4), nn.Linear(4, 4))
+        for method in ("checkpointed", "delayed") if names != ["discrepancy"] else ("checkpointed",):
+            before = copy.deepcopy(net)
+            trainer = make(net, method=method, stages=3, corrections=names)
+            for i in range(12):
+                net[0].both = i > 5
+                trainer.step(torch.randn(3, 4), torch.randint(4, (3,)))
+                for stage in trainer.stages if method == "delayed" else ():  # what an update writes into is no copy
+                    own = {p.data_ptr() for p in stage.parameters if p.requires_grad}
+                    assert own.isdisjoint(w.data_ptr() for copy in stage.stash.copies.values() for w in copy)
+            trainer.drain()
+            assert same_weights(net[0].c, before[0].c)
+            assert not same_weights(net[0].b, before[0].b)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["predict"], {"method": "backprop"}, "backprop has no staleness to correct: leave predict out"),
+        (["shrink"], {"method": "1f1b"}, "1f1b has no staleness"),
+        (["discrepancy"], {"method": "delayed"}, "delayed goes backward with the weights of its forward"),
+        (["discrepancy"], {"method": "petra-stashed"}, "leave it out, or choose petra or checkpointed"),
+        (["predict", "discrepancy"], {}, "choose one of them"),
+        (["spike", "spike"], {}, "spike is given more than once"),
+        (["shrink:0.5", "shrink:0.9"], {}, "shrink is given more than once"),
+        (["predct"], {}, "did you mean 'predict'"),
+        (["predict:3"], {}, "predict takes none"),
+        (["reschedule"], {}, "reschedule needs a parameter: write it like reschedule:1000"),
+        (["reschedule:0"], {}, "give 1 or more"),
+        (["reschedule:2.5"], {}, "write it like reschedule:1000"),
+        (["shrink:big"], {}, r"write it like shrink:0\.9"),
+        (["shrink:1.5"], {}, "more than 0 and at most 1"),
+        (["shrink:nan"], {}, "more than 0 and at most 1"),
+        (["discrepancy:1"], {}, "0 or more and less than 1"),
+        ("predict", {}, "give a list of names"),
+        (["predict"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "momentum of SGD, which is 0"),
+        (["predict"], {"optimizer": torch.optim.RMSprop}, "not RMSprop"),
+        (["predict"], {"optimizer": torch.optim.NAdam}, "not NAdam"),
+        (["spike"], {"optimizer": torch.optim.AdamW}, "not for AdamW"),
+        (["spike"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "momentum 0"),
+        (["spike"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1)}, "dampening 0.1"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(names, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(mixed_network(), **{"stages": 3, **options}, corrections=names)
+
+
+def test_names():
+    assert [str(c) for c in choose(["spike", "discrepancy", "shrink:0.5"])] == [
+        *("discrepancy:0.135", "shrink:0.5", "spike")
+    ]
+    for kind in CORRECTIONS.values():
+        assert str(find(kind.example)) == kind.example
+        assert find(str(find(kind.example))) == find(kind.example)
+    trainer = make(mixed_network(), stages=3, corrections=[find("shrink:0.5"), "predict"])
+    assert trainer.layout["corrections"] == ["predict", "shrink:0.5"]

@@ -1,0 +1,282 @@
+"""Corrections on ranks and replicas, in checkpoints, in runs and on the command line."""
+
+import copy
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from networks import batches, mixed_network
+from rank_worker import TICKS, fingerprint, run
+from replicas import train_replicas
+from test_cli import SMALL
+from test_ranks import run_ranks
+from test_recut import make as make_run
+from torch import nn
+from trainers import make
+
+from petra.cli.main import main
+from petra.execution import run_together
+from petra.measure import MemoryProbe, at_rest
+from petra.training import optimizers
+
+SETS = [
+    ("petra", ["predict"]),
+    ("petra", ["predict", "spike", "shrink:0.8", "reschedule:6"]),
+    ("petra", ["discrepancy", "spike"]),
+    ("checkpointed", ["discrepancy", "reschedule:6"]),
+    ("delayed", ["predict"]),
+    ("petra-stashed", ["predict", "spike"]),
+]
+
+
+def pipeline(transport=None, stages=4, **options):
+    torch.manual_seed(0)
+    return make(mixed_network(), seed=3, stages=stages, transport=transport, **options)
+
+
+def deltas(trainer):
+    names = {p: name for name, p in trainer.network.named_parameters()}
+    found = [stage.corrected.site.state for stage in trainer.stages if stage.corrected is not None]
+    return {names[p]: state["delta"] for states in found for p, state in states.items()}
+
+
+@pytest.mark.parametrize(("method", "names"), SETS)
+def test_ranks_equal_one_process_bit_for_bit(method, names):
+    def work(transport=None, **more):
+        trainer = pipeline(transport, method=method, corrections=names, order="lock-step", accumulate=2, **more)
+        seen = []
+        for x, y in batches(20):
+            trainer.step(x, y)
+            seen.append({stage.index: fingerprint(stage) for stage in trainer.stages})
+        trainer.drain()
+        seen.append({stage.index: fingerprint(stage) for stage in trainer.stages})
+        return seen, deltas(trainer)
+
+    seen, delta = work()
+    ranks = run_together(lambda transport: work(transport, placement=[0, 1, 0, 1]), 2)
+    for tick, expected in enumerate(seen):
+        assert {**ranks[0][0][tick], **ranks[1][0][tick]} == expected, tick
+    found = {**ranks[0][1], **ranks[1][1]}
+    assert found.keys() == delta.keys()
+    assert all(torch.equal(found[name], delta[name]) for name in delta)
+
+
+def test_two_processes_equal_one_bit_for_bit(tmp_path):
+    options = {"stages": 4, "order": "lock-step"}
+    cases = [
+        {"options": {**options, "method": method, "corrections": names}}
+        for method, names in (SETS[1], SETS[2], SETS[4])
+    ]
+    expected = [json.loads(json.dumps(run(case))) for case in cases]
+    plain = run({"options": {**options, "method": "petra"}})
+    assert expected[0]["ticks"][-1] != json.loads(json.dumps(plain))["ticks"][-1]
+    ranks = run_ranks(2, [{**case, "resume_after": 17 + i} for i, case in enumerate(cases)], tmp_path)
+    for number, one in enumerate(expected):
+        for tick in range(TICKS + 1):
+            assert {**ranks[0][number]["ticks"][tick], **ranks[1][number]["ticks"][tick]} == one["ticks"][tick]
+        assert ranks[0][number]["evaluation"] == one["evaluation"]
+
+
+@pytest.mark.parametrize("names", [["predict", "spike", "shrink:0.9"], ["discrepancy"]])
+def test_replicas_equal_one_with_all_samples(names):
+    options = {"stages": 3, "accumulate": 2, "corrections": names}
+    expected = train_replicas(**options)
+    for found in run_together(lambda transport: train_replicas(transport, **options), 1, 2):
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("method", "names"), SETS)
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_run_continued_from_any_tick_ends_with_the_same_bits(method, names, k):
+    options = {"method": method, "corrections": names, "accumulate": k, "order": "lock-step"}
+    batch = list(batches(16))
+    straight = pipeline(**options)
+    for x, y in batch:
+        straight.step(x, y)
+    straight.drain()
+    going = pipeline(**options)
+    for cut, (x, y) in enumerate(batch, 1):
+        going.step(x, y)
+        if cut % 3:
+            continue
+        buffer = io.BytesIO()
+        torch.save(going.state_dict(), buffer)
+        buffer.seek(0)
+        resumed = make(mixed_network(), seed=3, stages=4, **options)  # other weights, to be replaced
+        resumed.load_state_dict(torch.load(buffer, weights_only=True))
+        for x, y in batch[cut:]:
+            resumed.step(x, y)
+        resumed.drain()
+        state, expected = resumed.network.state_dict(), straight.network.state_dict()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        assert all(torch.equal(v, deltas(straight)[name]) for name, v in deltas(resumed).items())
+
+
+def test_another_correction_is_refused():
+    state = pipeline(corrections=["shrink:0.9"]).state_dict()
+    with pytest.raises(ValueError, match=r"written with corrections \['shrink:0\.9'\], not \['shrink:0\.8'\]"):
+        pipeline(corrections=["shrink:0.8"]).load_state_dict(state)
+    with pytest.raises(ValueError, match="use the same corrections"):
+        pipeline().load_state_dict(state)
+
+
+def test_a_checkpoint_of_before_there_were_predictions_is_read():
+    options = {"method": "delayed", "order": "lock-step", "accumulate": 3}
+    data = list(batches(14))
+    trainer, straight = pipeline(**options), pipeline(**options)
+    for x, y in data[:8]:
+        trainer.step(x, y)
+    state = trainer.state_dict()
+    for stage in state["stages"].values():
+        stash = stage["weights"]["stash"]
+        stash["needed"] = {m: version for m, (version, _) in stash["needed"].items()}
+        stash["copies"] = {version: copy for (version, _), copy in stash["copies"].items()}
+        del stage["weights"]["corrections"]
+    state = copy.deepcopy(state)
+    resumed = pipeline(**options)
+    resumed.load_state_dict(state)
+    for x, y in data[8:]:
+        resumed.step(x, y)
+    for x, y in data:
+        straight.step(x, y)
+    expected = straight.network.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.network.state_dict().items())
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+def test_differences_follow_their_parameters_to_another_cut(stages):
+    old = pipeline(corrections=["discrepancy", "reschedule:9"])
+    for x, y in batches(12):
+        old.step(x, y)
+    old.drain()
+    new = pipeline(stages=stages, corrections=["discrepancy", "reschedule:9"])
+    new.load_drained(old.state_dict())
+    found, known = deltas(new), deltas(old)
+    assert len(known) > 10
+    assert (len(found) > 0) == (stages > 1)
+    assert all(torch.equal(value, known[name]) for name, value in found.items())
+    for stage in new.stages:
+        assert stage.updates == 12
+        if stage.corrected is not None:
+            assert stage.corrected.site.updates == 12
+            assert stage.corrected.site.rate == 1
+    for x, y in batches(12):
+        new.step(x, y)
+    new.drain()
+    new.load_drained(old.state_dict())  # and once more, over what is there
+    assert all(torch.equal(value, known[name]) for name, value in deltas(new).items())
+
+
+def test_memory_of_corrections_is_counted():
+    plain, corrected = (pipeline(stages=3, corrections=names) for names in ([], ["discrepancy"]))
+    for trainer in (plain, corrected):
+        for x, y in batches(8):
+            trainer.step(x, y)
+        with MemoryProbe(trainer.executor):
+            trainer.step(*next(batches(1)))
+    for a, b, stage in zip(at_rest(plain.executor), at_rest(corrected.executor), plain.stages, strict=True):
+        size = sum(p.numel() * 4 for p in stage.parameters)
+        assert b.optimizer - a.optimizer == (0 if stage.last else size)
+
+
+def test_a_run_resumes_with_other_stages(tmp_path):
+    """Half-way and in flight, then at another cut; never with other corrections."""
+    changes = {"corrections": ("predict", "shrink:0.9")}
+    half = make_run(tmp_path / "run", **changes)
+    half._epoch(threading.Event())
+    assert half.trainer.executor.in_flight
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["corrections"] == ["predict", "shrink:0.9"]
+    with pytest.raises(ValueError, match="the checkpoint was written with corrections"):
+        make_run(tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="the checkpoint was written with corrections"):
+        make_run(tmp_path / "run", resume=True, stages=2, corrections=("predict",))
+    half.trainer.drain()
+    other = make_run(tmp_path / "run", resume=True, stages=3, **changes)
+    assert other.trainer.evaluate(other.test.epoch(0)) == half.trainer.evaluate(half.test.epoch(0))
+    summary = other()
+    assert summary["corrections"] == ["predict", "shrink:0.9"]
+
+
+def petra_train(*arguments):
+    return main(["train", *SMALL, "--quiet", *map(str, arguments)])
+
+
+def test_command_line(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert petra_train("--out", folder, "--correct", "spike,shrink,predict", "--epochs", 1) == 0
+    assert "petra + predict + shrink:0.9 + spike on 4 stages" in capsys.readouterr().out
+    for name in ("config.json", "summary.json"):
+        assert json.loads((folder / name).read_text())["corrections"] == ["predict", "shrink:0.9", "spike"]
+    assert main(["train", "--resume", "--out", str(folder), "--correct", "predict"]) == 2
+    assert "has corrections ['predict', 'shrink:0.9', 'spike'], not ['predict']" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(folder), "--correct", "spike,predict,shrink:0.9"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--correct", "predict", "--method", "backprop"], "backprop has no staleness to correct"),
+        (["--correct", "predict", "--momentum", "0"], "momentum of SGD, which is 0"),
+        (["--correct", "spike", "--optimizer", "adamw"], "spike has a meaning for SGD with momentum, not for AdamW"),
+        (["--correct", "predict", "--optimizer", "nadamw"], "not NAdam"),
+        (["--correct", "discrepancy", "--method", "delayed"], "delayed goes backward with the weights of its forward"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_done(arguments, message, tmp_path, capsys):
+    assert petra_train("--out", tmp_path / "run", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("text", "message"), [("predct", "did you mean 'predict'"), ("shrink:x", "like shrink:0.9")])
+def test_unknown_names_on_the_command_line(text, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        petra_train("--correct", text)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_comparison_corrects_where_there_is_something_to_correct(tmp_path):
+    arguments = ["compare", *SMALL, "--quiet", "--epochs", "1", "--correct", "predict", "--out", str(tmp_path)]
+    assert main([*arguments, "--methods", "reversible", "petra"]) == 0
+    said = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("reversible", "petra")]
+    assert [summary["corrections"] for summary in said] == [[], ["predict"]]
+
+
+def test_corrections_are_listed(capsys):
+    assert main(["corrections"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"--correct {name}" in printed for name in ("predict", "spike", "shrink:0.9", "reschedule:1000"))
+    guide = (Path(__file__).parents[1] / "docs" / "staleness.md").read_text()
+    assert all(f"`{line.split()[0]}" in guide for line in printed.splitlines()[2:])
+
+
+def test_nadamw(tmp_path):
+    parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+    optimizer = optimizers.nadamw(parameters, lr=0.1, weight_decay=0.3)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
+    assert all(g["decoupled_weight_decay"] and g["betas"] == (0.99, 0.999) for g in optimizer.param_groups)
+    assert petra_train("--out", tmp_path / "run", "--optimizer", "nadamw", "--lr", "0.003", "--beta2", "0.99") == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["optimizer"] == "nadamw"
+    assert config["momentum"] is None
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.2
+
+
+def test_momentum_suits_the_optimizer():
+    from petra.training.config import RunConfig
+
+    betas = {}
+    for name in optimizers.OPTIMIZERS:
+        (group,) = (
+            RunConfig("revnet18", "digits", optimizer=name).make_optimizer([nn.Parameter(torch.ones(1))]).param_groups
+        )
+        betas[name] = group["momentum"] if name == "sgd" else group["betas"][0]
+    assert betas == {"sgd": 0.9, "adamw": 0.9, "nadamw": 0.99}
+    config = RunConfig("revnet18", "digits", optimizer="nadamw", momentum=0.5)
+    assert config.make_optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["betas"][0] == 0.5
