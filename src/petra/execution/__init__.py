@@ -1,6 +1,7 @@
 """Stages, the executors that carry a schedule out on them, and the transports that join ranks."""
 
 from petra.execution.balance import DoesNotFit, assign, balance
+from petra.execution.captured import CapturedExecutor
 from petra.execution.local import LocalExecutor, Observer
 from petra.execution.partition import partition
 from petra.execution.processes import LostRank, ProcessTransport
@@ -12,6 +13,7 @@ from petra.execution.transport import Alone, Place, Transport
 
 __all__ = [
     "Alone",
+    "CapturedExecutor",
     "Diverged",
     "DoesNotFit",
     "Finished",

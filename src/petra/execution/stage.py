@@ -5,7 +5,8 @@ Executors call `forward`, `backward` and `update` in the order of the schedule a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,6 +42,35 @@ class Finished:
     targets: Any
     weight: float = 1.0
     """Of its gradient in the mean over replicas; 0 for samples that only stand in for a share without any."""
+
+
+@contextmanager
+def rounded_rates(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, learning rates of fused optimizers on a GPU are float32.
+
+    There a replayed update reads them from, and others have to do the same to the last bit.
+    """
+    kept = [
+        (group, group["lr"])
+        for group in optimizer.param_groups
+        if group.get("fused") and group["params"][0].is_cuda and not isinstance(group["lr"], Tensor)
+    ]
+    for group, lr in kept:
+        group["lr"] = float(torch.tensor(lr, dtype=torch.float32))
+    try:
+        yield
+    finally:
+        for group, lr in kept:
+            group["lr"] = lr
+
+
+def check_finite(loss: Tensor, microbatch: int, stage: int, consequence: str) -> None:
+    """Raise `NonFiniteLoss` unless the loss is a number."""
+    if not torch.isfinite(loss):
+        raise NonFiniteLoss(
+            f"the loss of micro-batch {microbatch} on stage {stage} is {float(loss)}: "
+            f"look for NaN in the data, or lower the learning rate; {consequence}"
+        )
 
 
 class Stage:
@@ -82,7 +112,10 @@ class Stage:
         self.kept: dict[int, Kept] = {}
         self.stash = WeightStash(self.parameters) if method.stashes_weights else None
         self.updates = 0
-        self._accumulated = 0
+        self.accumulated = 0
+        """Backwards since the last update."""
+        self.recording = False
+        """Whether what is done now will be repeated without the host: it may not read numbers or change its own."""
         self._from_loss: dict[int, BackwardMessage] = {}
 
     def forward(self, microbatch: int, inputs: Streams) -> Streams:
@@ -90,7 +123,7 @@ class Stage:
         inputs = self._unpacked(inputs)
         delay, weights = 0, None
         if self.corrected is not None:
-            delay, weights = self.corrected.before_forward(microbatch, self._accumulated)
+            delay, weights = self.corrected.before_forward(microbatch, self.accumulated)
         with self.chain.using(weights):
             outputs, self.kept[microbatch] = self.method.forward(self.chain, microbatch, inputs, self.last)
         if self.stash is not None:
@@ -104,11 +137,8 @@ class Stage:
         leaf = leaves(outputs)
         with torch.enable_grad():
             loss = self.loss(single(leaf), targets)
-        if not loss.is_meta and not torch.isfinite(loss):
-            raise NonFiniteLoss(
-                f"the loss of micro-batch {microbatch} on stage {self.index} is {float(loss.detach())}: "
-                "look for NaN in the data, or lower the learning rate; no weight was updated with it"
-            )
+        if not loss.is_meta and not self.recording:
+            check_finite(loss.detach(), microbatch, self.index, "no weight was updated with it")
         gradients = vjp((loss,), leaf, [], (torch.full_like(loss, weight),)).gradients
         streams = outputs if self.needs_outputs else None
         self._from_loss[microbatch] = BackwardMessage(streams, gradients)
@@ -143,7 +173,7 @@ class Stage:
         return tuple(t if t is None or t.dtype != self.message_dtype else t.float() for t in tensors)
 
     def _accumulate(self, found: ParameterGradients, messages: Gradients) -> None:
-        if self._accumulated == 0:
+        if self.accumulated == 0:
             for parameter in self.parameters:
                 parameter.grad = None
         # A gradient may be the very tensor of a message or of another parameter (a bias that is added to a
@@ -157,18 +187,18 @@ class Stage:
             if not gradient.is_sparse:
                 taken.add(storage_id(gradient))
             parameter.grad = gradient
-        self._accumulated += 1
+        self.accumulated += 1
 
     def update(self) -> None:
         """One step with the mean of the gradients since the last one (Alg. 1, lines 20-22).
 
         Gradients stay readable until the next backward.
         """
-        if self._accumulated > 1:
+        if self.accumulated > 1:
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad / self._accumulated
-        self._accumulated = 0
+                    parameter.grad = parameter.grad / self.accumulated
+        self.accumulated = 0
         if self.average is not None:
             self._average_over_replicas()
         if self.corrected is not None:
@@ -180,10 +210,16 @@ class Stage:
         if self.corrected is not None:
             self.corrected.step()
         elif self.optimizer is not None:
-            self.optimizer.step()
+            with rounded_rates(self.optimizer):
+                self.optimizer.step()
+        if not self.recording:
+            self.schedule()
+        self.updates += 1
+
+    def schedule(self) -> None:
+        """Set the learning rate of the next update."""
         if self.scheduler is not None:
             self.scheduler.step()
-        self.updates += 1
 
     def _average_over_replicas(self) -> None:
         assert self.average is not None
@@ -203,6 +239,16 @@ class Stage:
         """Outputs in evaluation mode; touches nothing."""
         outputs = tuple(dense(y) for y in self.chain.predict(self._unpacked(inputs)))
         return outputs if self.last else self._packed(outputs)
+
+    def fixed(self) -> list[Tensor]:
+        """The tensors that are trained where they lie."""
+        optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
+        buffers = [b for layer in self.chain.layers for b in layer.buffers()]
+        return [
+            *self.parameters,
+            *buffers,
+            *(v for state in optimizer for v in state.values() if isinstance(v, Tensor)),
+        ]
 
     def gradients(self) -> list[Tensor | None]:
         """Gradients of the parameters: those being added up, or the mean that the last update used."""
@@ -229,7 +275,7 @@ class Stage:
         return {
             "kept": {microbatch: kept.inputs for microbatch, kept in self.kept.items()},
             "gradients": self.gradients(),
-            "accumulated": self._accumulated,
+            "accumulated": self.accumulated,
         }
 
     def load_in_flight(self, state: dict[str, Any]) -> None:
@@ -238,4 +284,4 @@ class Stage:
         self._from_loss.clear()
         for parameter, gradient in zip(self.parameters, state["gradients"], strict=True):
             parameter.grad = gradient
-        self._accumulated = state["accumulated"]
+        self.accumulated = state["accumulated"]

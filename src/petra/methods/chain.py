@@ -7,7 +7,7 @@ of its evaluations exactly one counts for running statistics: the one that recor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from petra.reversible.coupling import Coupling
 from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients, trainable, vjp
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.network import runs
-from petra.reversible.randomness import derived_seed, forked, seed_generators
+from petra.reversible.randomness import derived_seed, forked, random_state, seed_generators
 from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves
 from petra.reversible.unwind import unwind
@@ -72,6 +72,12 @@ class Chain:
             self.segments.append(Segment(reversible, tuple(run), first))
             first += len(run)
         self._norms = normalisations(self.layers)
+        self.draws = True
+        """Whether random numbers are set for every evaluation; without need where nothing draws any."""
+        self.watching = False
+        """Whether it is noticed that a layer draws."""
+        self.has_drawn = False
+        self._seeded: list[Tensor] | None = None
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the stage, each once."""
@@ -175,11 +181,25 @@ class Chain:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        with forked(self.settings.device), autocasting(self.settings.device, self.settings.autocast):
+        random = forked(self.settings.device) if self.draws else nullcontext()
+        with random, autocasting(self.settings.device, self.settings.autocast):
             yield
+            self._notice()
 
     def _seed(self, key: tuple[int, int], microbatch: int) -> None:
+        if not self.draws:
+            return
+        self._notice()
         seed_generators(self.settings.device, derived_seed(self.settings.seed, *key, microbatch))
+        if self.watching:
+            self._seeded = random_state(self.settings.device)
+
+    def _notice(self) -> None:
+        """See whether anything was drawn since generators were seeded last."""
+        if self._seeded is not None:
+            now = random_state(self.settings.device)
+            self.has_drawn |= any(not a.equal(b) for a, b in zip(self._seeded, now, strict=True))
+            self._seeded = None
 
 
 def _parts(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Module]]:

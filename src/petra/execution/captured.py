@@ -1,0 +1,362 @@
+"""Carries a schedule out in one process on a GPU, where the tick of a full pipeline is recorded once and replayed.
+
+A tick launches some thousand small kernels, and a GPU that waits for the host to launch them is idle most of the time.
+Once the pipeline is full, every tick does the same to other numbers. What waits between two ticks lies in rings
+(`queues`), so ordinary ticks can go on where replayed ones have stopped, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from petra.execution.local import LocalExecutor
+from petra.execution.queues import Copy, Queue, carry_out
+from petra.execution.recorder import Recorder, Repeat
+from petra.execution.stage import Finished, Stage, check_finite
+from petra.methods import BackwardMessage, Kept
+from petra.reversible.streams import Streams
+from petra.schedule import Action, Flush, Kind, Order, Tick
+
+_LATE = 8
+"""Ticks after which the host looks at a loss. It is there by then, so looking does not make the host wait."""
+
+
+@dataclass
+class Program:
+    """One recorded tick."""
+
+    repeat: Repeat
+    fixed: Any
+    """What must not have changed since: modes of modules, and where weights and the optimizer's state lie."""
+    before: Any
+    """Which micro-batches waited where, counted from the one that was read."""
+    inputs: Streams
+    targets: Any
+    finished: list[Finished]
+    """What reached the loss, micro-batches counted likewise, in memory that every replay writes again."""
+    actions: list[Action]
+    rates: list[tuple[dict[str, Any], Tensor]]
+    """Each group of an optimizer, and its learning rate as the graph reads it."""
+
+
+class Steady:
+    """The full pipeline with micro-batches of one shape: where things wait, and the ticks recorded so far."""
+
+    def __init__(self, executor: LocalExecutor) -> None:
+        stages = range(executor.order.stages)
+        self.queues = [
+            *(Queue(_member(executor.ups, s), tuple, tuple) for s in stages),
+            *(Queue(_member(executor.downs, s), _take_apart, _put_together) for s in stages),
+            *(Queue(lambda stage=stage: stage.kept, _inputs_of, _kept) for stage in executor.stages),  # type: ignore[misc]
+            Queue(lambda: executor.targets, lambda t: t[0], lambda t: (t, 1.0)),
+        ]
+        self.programs: dict[int, Program] = {}
+        """By their place in the cycle of accumulation."""
+        self.slots: Tensor | None = None
+        self._lengths: Tensor | None = None
+
+    def settle(self, device: torch.device) -> None:
+        """Bring everything that waits to its place."""
+        found = [queue.settle() for queue in self.queues]
+        carry_out(copy for _, copies in found for copy in copies)
+        for queue in self.queues:
+            queue.adopt()
+        if self.slots is None:
+            self.slots = torch.zeros(len(found), dtype=torch.int64, device=device)
+            self._lengths = torch.tensor([max(1, len(queue.numbers)) for queue in self.queues], device=device)
+        self.slots.copy_(torch.tensor([slot for slot, _ in found]))
+
+    def fetch(self) -> None:
+        """Have the oldest of each queue wait where the device says that it lies."""
+        assert self.slots is not None
+        for queue, slot in zip(self.queues, torch.split(self.slots, 1), strict=True):
+            queue.fetch(slot)
+
+    def store(self, more: Sequence[Copy]) -> None:
+        """Lay newcomers in the places of the oldest, and do what ``more`` there is to copy."""
+        assert self.slots is not None
+        assert self._lengths is not None
+        slots = torch.split(self.slots, 1)
+        carry_out([*(c for queue, slot in zip(self.queues, slots, strict=True) for c in queue.store(slot)), *more])
+        self.slots.add_(1).remainder_(self._lengths)
+
+
+class CapturedExecutor(LocalExecutor):
+    """A `LocalExecutor` that records and replays ticks where it can; `refusal` says why, where it cannot."""
+
+    def __init__(self, stages: Sequence[Stage], order: Order, recorder: Recorder) -> None:
+        super().__init__(stages, order)
+        self._recorder = recorder
+        self.refusal = next(filter(None, map(_refusal, stages)), None)
+        if isinstance(order, Flush):
+            self.refusal = f"{order.name} empties the pipeline for every update"
+        """Why no tick is ever replayed; None as long as no reason is known."""
+        self.replayed = 0
+        """How many ticks have been."""
+        self._steady: dict[Any, Steady] = {}
+        self._settled: Steady | None = None  # whose places everything waits at
+        self._history: dict[int, tuple[Any, int]] = {}  # place in the cycle -> what it was like, how often in a row
+        self._recording = False
+        self._held: list[Any] = []  # read by a branch, so not to be given to another before they meet
+        self._losses: list[tuple[int, Tensor]] = []  # that nobody has looked at
+        self._gradients: dict[Tensor, Tensor] = {}
+
+    def tick(self, inputs: Streams, targets: Any, weight: float = 1.0) -> list[Finished]:
+        kind = [_kind(x) for x in (*inputs, targets)]
+        shapes = tuple((x.shape, x.dtype) for x in inputs)
+        if (
+            self.refusal is not None
+            or weight != 1.0
+            or not isinstance(targets, Tensor)
+            or self.observers
+            or self.clock is not None
+            or any(shape != shapes for shape in self._shapes.values())
+        ):
+            self._history.clear()
+            return self._ordinary(inputs, targets, weight)
+        steady = self._steady.setdefault(str(kind), Steady(self))
+        place, fixed = self._tick % self.order.accumulate, self._fixed()
+        program = steady.programs.get(place)
+        known = self._settled is steady
+        before = program.before if program is not None and known else self._waiting()
+        if program is not None and program.fixed == fixed and program.before == before:
+            return self._replay(steady, program, inputs, targets)
+        like, times = self._history.get(place, (None, 0))
+        times = times + 1 if like == (kind, fixed, before) else 0
+        self._history[place] = (kind, fixed, before), times
+        if times < 2:  # the first time, libraries choose their kernels; the second, draws are looked out for
+            return self._ordinary(inputs, targets, weight, watching=times == 1)
+        return self._record(steady, place, fixed, before, inputs, targets)
+
+    def drain(self) -> list[Finished]:
+        self._look_at_losses(0)
+        self._history.clear()
+        self._settled = None
+        return super().drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._look_at_losses(0)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], waiting: Any) -> None:
+        super().load_state_dict(state, waiting)
+        self._losses.clear()
+        self._history.clear()
+        self._settled = None
+
+    def _ordinary(self, inputs: Streams, targets: Any, weight: float, watching: bool = False) -> list[Finished]:
+        self._settled = None
+        chains = [stage.chain for stage in self.stages]
+        for chain in chains:
+            chain.watching = watching
+        finished = super().tick(inputs, targets, weight)
+        for chain in chains:
+            chain.watching = False
+        if any(chain.has_drawn for chain in chains):
+            self.refusal = "a layer draws random numbers, as dropout does, and a recorded tick would repeat them"
+        elif any(p.grad is not None and p.grad.is_sparse for stage in self.stages for p in stage.parameters):
+            self.refusal = "some gradients are sparse"
+        return finished
+
+    def _settle(self, steady: Steady) -> None:
+        if self._settled is not steady:
+            steady.settle(self.stages[0].chain.settings.device)
+            for stage in self.stages:
+                for parameter in stage.parameters:
+                    if parameter.requires_grad:
+                        self._gradients.setdefault(parameter, torch.zeros_like(parameter))
+            carry_out(self._keep_gradients())
+        self._settled = steady
+
+    def _record(
+        self, steady: Steady, place: int, fixed: Any, before: Any, inputs: Streams, targets: Any
+    ) -> list[Finished]:
+        first = self.microbatches
+        tick = self.order.tick(self._tick, self._fed + 1)
+        own, wanted = tuple(x.clone() for x in inputs), targets.clone()
+        found: list[Finished] = []
+
+        def work() -> None:
+            steady.fetch()
+            # The newcomer's targets may be about to take the place of these.
+            found.extend(replace(f, targets=f.targets.clone()) for f in LocalExecutor.tick(self, own, wanted))
+            steady.store(self._keep_gradients())
+
+        with self._whole():
+            self._settle(steady)
+            with self._as_recorded() as rates:
+                repeat = self._recorder.record(work)
+            counted = [replace(f, microbatch=f.microbatch - first) for f in found]
+            actions = [action for phase in tick for action in phase]
+            program = Program(repeat, fixed, before, own, wanted, counted, actions, rates)
+            steady.programs[place] = program
+            for action in actions:
+                if action.kind is Kind.UPDATE:
+                    self._owned[action.stage].schedule()
+        return self._results(program, first)
+
+    def _replay(self, steady: Steady, program: Program, inputs: Streams, targets: Any) -> list[Finished]:
+        first = self.microbatches
+        with self._whole():
+            self._settle(steady)
+            for to, x in zip((*program.inputs, program.targets), (*inputs, targets), strict=True):
+                to.copy_(x, non_blocking=True)
+            for group, rate in program.rates:
+                rate.fill_(group["lr"])
+            program.repeat()
+            self._advance(steady, program, inputs)
+        self.replayed += 1
+        return self._results(program, first)
+
+    def _advance(self, steady: Steady, program: Program, inputs: Streams) -> None:
+        """What the tick does on the host."""
+        self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
+        self._fed += 1
+        self._tick += 1
+        for queue in steady.queues:
+            queue.advance()
+        for action in program.actions:
+            stage = self._owned[action.stage]
+            if action.kind is Kind.BACKWARD:
+                stage.accumulated += 1
+                if action.stage == 0:
+                    self._shapes.pop(min(self._shapes))
+            elif action.kind is Kind.UPDATE:
+                stage.accumulated = 0
+                stage.updates += 1
+                stage.schedule()
+
+    def _results(self, program: Program, first: int) -> list[Finished]:
+        """What reached the loss, in memory of its own."""
+        results = []
+        for f in program.finished:
+            loss, outputs, targets = tree_map(Tensor.clone, (f.loss, f.outputs, f.targets))
+            results.append(replace(f, microbatch=first + f.microbatch, loss=loss, outputs=outputs, targets=targets))
+            self._losses.append((first + f.microbatch, loss))
+        self._look_at_losses(_LATE)
+        return results
+
+    def _look_at_losses(self, spared: int) -> None:
+        while len(self._losses) > spared:
+            microbatch, loss = self._losses.pop(0)
+            check_finite(loss, microbatch, self.stages[-1].index, "a few updates have been made since")
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[list[tuple[dict[str, Any], Tensor]]]:
+        """Inside, whatever is a number on the host and changes from tick to tick is left out, or is on the device."""
+        device = self.stages[0].chain.settings.device
+        groups = [g for stage in self.stages if stage.optimizer is not None for g in stage.optimizer.param_groups]
+        kept = [(group, group["lr"], group.get("capturable")) for group in groups]
+        dtype = torch.float32 if device.type == "cuda" else torch.float64  # which is what fused optimizers read
+        rates = [(group, torch.tensor(float(group["lr"]), dtype=dtype, device=device)) for group in groups]
+        for group, rate in rates:
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
+        self._recording = True
+        for stage in self.stages:
+            stage.recording = True
+            stage.chain.draws = False
+        try:
+            yield rates
+        finally:
+            self._recording = False
+            self._held.clear()
+            for stage in self.stages:
+                stage.recording = False
+                stage.chain.draws = True
+            for group, lr, capturable in kept:
+                group["lr"] = lr
+                if capturable is not None:
+                    group["capturable"] = capturable
+
+    def _perform(self, tick: Tick) -> list[Finished]:
+        if not self._recording:
+            return super()._perform(tick)
+        finished = []
+        for phase in tick:
+            for stage, actions in groupby(phase, lambda action: action.stage):
+                with self._recorder.branch(stage):
+                    finished += super()._perform((tuple(actions),))
+            self._recorder.join()
+        return finished
+
+    def _take_up(self, stage: int, microbatch: int) -> Streams:
+        streams = super()._take_up(stage, microbatch)
+        self._hold(streams)
+        return streams
+
+    def _take_down(self, stage: int, microbatch: int) -> BackwardMessage:
+        message = super()._take_down(stage, microbatch)
+        self._hold(message)
+        return message
+
+    def _hold(self, message: Any) -> None:
+        if self._recording:
+            self._held.append(message)
+
+    def _keep_gradients(self) -> list[Copy]:
+        """Gradients in memory that stays, for the next micro-batch to add to and for whoever wants to read them."""
+        copies = []
+        for stage in self.stages:
+            for parameter in stage.parameters:
+                if parameter.grad is not None and parameter.grad is not self._gradients[parameter]:
+                    copies.append((self._gradients[parameter], parameter.grad))
+                    parameter.grad = self._gradients[parameter]
+        return copies
+
+    def _waiting(self) -> Any:
+        now = self.microbatches
+        queues: list[dict[int, Any]] = [*self.ups, *self.downs, *(stage.kept for stage in self.stages), self.targets]
+        numbers = [[n - now for n in sorted(waiting)] for waiting in queues]
+        return numbers, [stage.accumulated for stage in self.stages]
+
+    def _fixed(self) -> Any:
+        modes = [m.training for stage in self.stages for layer in stage.chain.layers for m in layer.modules()]
+        return modes, [tensor.data_ptr() for stage in self.stages for tensor in stage.fixed()]
+
+
+def _refusal(stage: Stage) -> str | None:
+    """Why the ticks of a stage cannot be recorded."""
+    if stage.stash is not None:
+        return f"{stage.method.name} stashes weights"
+    if stage.corrected is not None:
+        return "corrections count updates on the host"
+    if stage.average is not None:
+        return "replicas average their gradients"
+    for group in stage.optimizer.param_groups if stage.optimizer is not None else ():
+        if not group.get("fused"):
+            return f"{type(stage.optimizer).__name__} is not fused, so its learning rate would stay as recorded"
+    return None
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else type(x)
+
+
+def _member(lists: list[dict[int, Any]], stage: int) -> Callable[[], dict[int, Any]]:
+    return lambda: lists[stage]
+
+
+def _take_apart(message: BackwardMessage) -> Any:
+    return message.streams, message.gradients
+
+
+def _put_together(parts: Any) -> BackwardMessage:
+    return BackwardMessage(*parts)
+
+
+def _inputs_of(kept: Kept) -> list[Streams]:
+    return kept.inputs
+
+
+def _kept(inputs: list[Streams]) -> Kept:
+    return Kept(inputs=inputs)

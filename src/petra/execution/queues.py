@@ -1,0 +1,165 @@
+"""What waits between two ticks, in memory that stays where it is: a newcomer takes the place of the one that left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from petra.reversible.streams import dense, storage_id
+
+Copy = tuple[Tensor, Tensor]
+"""Where to, and from where."""
+
+
+class Unsteady(RuntimeError):
+    """A tick that does not leave things as the one before it did."""
+
+
+class Ring:
+    """Places for tensors of one shape, dtype and layout, found by a number on the host or on the device."""
+
+    def __init__(self, like: Tensor, places: int) -> None:
+        self._shape, self._stride = like.shape, like.stride()
+        self.flat = like.new_empty((places, like.numel()))
+        self.views = [self._shaped(place) for place in self.flat]
+
+    def oldest(self, slot: Tensor) -> Tensor:
+        """What lies at ``slot``, a number on the device."""
+        return self.views[0] if len(self.views) == 1 else self._shaped(self.flat.index_select(0, slot)[0])
+
+    def put(self, slot: Tensor, value: Tensor) -> Copy | None:
+        """Lay ``value`` at ``slot``; a copy to a place that the host knows is left to the caller."""
+        if value.shape != self._shape or value.stride() != self._stride or value.dtype != self.flat.dtype:
+            raise Unsteady("a tensor that waits has another shape or layout than the one before it")
+        if len(self.views) == 1:
+            return self.views[0], value
+        self.flat.index_copy_(0, slot, value.as_strided((1, value.numel()), (value.numel(), 1)))
+        return None
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(self._shape, self._stride, flat.storage_offset())
+
+
+class Queue:
+    """One kind of thing that waits for one stage, in a dict from micro-batches to what `pack` makes a tree of tensors.
+
+    Micro-batches leave in the order in which they came. With n of them waiting, number m lies at place m modulo n.
+    """
+
+    def __init__(
+        self, waiting: Callable[[], dict[int, Any]], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+    ) -> None:
+        self.waiting, self._pack, self._unpack = waiting, pack, unpack
+        self._numbers: list[int] = []
+        self._spec: TreeSpec | None = None
+        self._leaves: list[Any] = []  # rings, and what has no values of its own as it is
+
+    @property
+    def numbers(self) -> list[int]:
+        """The micro-batches that wait."""
+        return sorted(self.waiting())
+
+    def settle(self) -> tuple[int, list[Copy]]:
+        """The place of the oldest, and the copies that bring everything to its place; then call `adopt`."""
+        self._numbers = self.numbers
+        copies: list[Copy] = []
+        for number in self._numbers:
+            leaves, spec = tree_flatten(self._pack(self.waiting()[number]))
+            if self._spec is None:
+                self._spec = spec
+                self._leaves = [Ring(x, len(self._numbers)) if _has_values(x) else x for x in leaves]
+            for leaf, x in zip(self._leaves, leaves, strict=True):
+                if isinstance(leaf, Ring) and storage_id(x) != storage_id(leaf.flat):
+                    copies.append((leaf.views[self._place(number)], x))
+        return (self._place(self._numbers[0]) if self._numbers else 0), copies
+
+    def adopt(self) -> None:
+        """Have everything wait at its place."""
+        for number in self._numbers:
+            self.waiting()[number] = self._at(number)
+
+    def fetch(self, slot: Tensor) -> None:
+        """Have the oldest wait as what lies at ``slot``, wherever that is when the tick is replayed."""
+        if self._numbers:
+            found = [leaf.oldest(slot) if isinstance(leaf, Ring) else leaf for leaf in self._leaves]
+            self.waiting()[self._numbers[0]] = self._tree(found)
+
+    def store(self, slot: Tensor) -> list[Copy]:
+        """Lay the newcomer where the oldest was; copies that are left to do."""
+        after = self.numbers
+        if not self._numbers and not after:
+            return []
+        if after != [number + 1 for number in self._numbers]:
+            raise Unsteady(f"micro-batches {self._numbers} waited, and now {after}")
+        leaves, spec = tree_flatten(self._pack(self.waiting()[after[-1]]))
+        if spec != self._spec:
+            raise Unsteady("what waits has another structure than before")
+        pairs = zip(self._leaves, leaves, strict=True)
+        copies = [leaf.put(slot, x) for leaf, x in pairs if isinstance(leaf, Ring)]
+        self._numbers = after
+        self.waiting()[after[-1]] = self._at(after[-1])
+        return [copy for copy in copies if copy is not None]
+
+    def advance(self) -> None:
+        """What a tick does to the numbers, where a replay has done the rest."""
+        if self._numbers:
+            newcomer = self._numbers[-1] + 1
+            del self.waiting()[self._numbers[0]]
+            self._numbers = [*self._numbers[1:], newcomer]
+            self.waiting()[newcomer] = self._at(newcomer)
+
+    def _place(self, number: int) -> int:
+        return number % len(self._numbers)
+
+    def _at(self, number: int) -> Any:
+        place = self._place(number)
+        return self._tree([leaf.views[place] if isinstance(leaf, Ring) else leaf for leaf in self._leaves])
+
+    def _tree(self, leaves: list[Any]) -> Any:
+        assert self._spec is not None
+        return self._unpack(tree_unflatten(leaves, self._spec))
+
+
+def carry_out(copies: Iterable[Copy]) -> None:
+    """Copy in an order in which nothing is overwritten before it was read.
+
+    A stream that a stage passes on is the same tensor below and above it.
+    """
+    left = list(copies)
+    while left:
+        extents = [_extent(source) for _, source in left]
+        free = [
+            i
+            for i, (to, _) in enumerate(left)
+            if not any(i != j and _overlap(_extent(to), extent) for j, extent in enumerate(extents))
+        ]
+        if not free:  # tensors that change places
+            left[0] = left[0][0], left[0][1].clone()
+            continue
+        for i in free:
+            left[i][0].copy_(left[i][1])
+        left = [copy for i, copy in enumerate(left) if i not in free]
+
+
+Extent = tuple[int, int, int]
+
+
+def _extent(x: Tensor) -> Extent:
+    begin = int(x.storage_offset())
+    return storage_id(x), begin, begin + x.numel()
+
+
+def _overlap(a: Extent, b: Extent) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+
+
+def _has_values(x: Any) -> bool:
+    """Whether this is a tensor with values of its own, not one that repeats a zero in place of values."""
+    if not isinstance(x, Tensor) or 0 in x.stride():
+        return False
+    if dense(x) is not x:
+        raise Unsteady("a tensor that waits has gaps in its memory")
+    return True

@@ -1,0 +1,59 @@
+"""Records work on a GPU once, as a CUDA graph, and repeats it with a single launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+Repeat = Callable[[], object]
+
+
+class Recorder(Protocol):
+    """Something that can repeat work without the host's part in it."""
+
+    def record(self, work: Callable[[], None]) -> Repeat:
+        """Do ``work`` once, and return what does it again in the same memory."""
+
+    def branch(self, number: int) -> AbstractContextManager[None]:
+        """Inside, work does not wait for that in other branches, until `join`."""
+
+    def join(self) -> None:
+        """What comes next waits for all branches."""
+
+
+class GraphRecorder:
+    """CUDA graphs, with a stream for each branch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._lanes: dict[int, torch.cuda.Stream] = {}
+        self._open: list[torch.cuda.Stream] = []
+
+    def record(self, work: Callable[[], None]) -> Repeat:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        graph.replay()
+        return graph.replay
+
+    @contextmanager
+    def branch(self, number: int) -> Iterator[None]:
+        here = torch.cuda.current_stream(self._device)
+        if number not in self._lanes:
+            self._lanes[number] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        lane = self._lanes[number]
+        if lane not in self._open:
+            lane.wait_stream(here)
+            self._open.append(lane)
+        with torch.cuda.stream(lane):
+            yield
+
+    def join(self) -> None:
+        here = torch.cuda.current_stream(self._device)
+        for lane in self._open:
+            here.wait_stream(lane)
+        self._open.clear()

@@ -1,0 +1,59 @@
+"""A stand-in for CUDA graphs on a CPU: records the operations of a piece of work, and repeats them in the same memory.
+
+As with a graph, nothing of the host's part is done again, and numbers that the host reads are an error.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
+            raise RuntimeError("the host reads a number while work is recorded")
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, outputs))
+        return outputs
+
+    @torch.no_grad()
+    def repeat(self):
+        for func, args, kwargs, outputs in self.calls:
+            returns = func._schema.returns
+            if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+                continue  # a view of memory that stays where it is
+            again = func(*args, **kwargs)
+            if len(returns) == 1:
+                outputs, again = (outputs,), (again,)
+            for said, old, new in zip(returns, outputs or (), again or (), strict=True):
+                if said.alias_info is None:
+                    for a, b in zip(tree_leaves(old), tree_leaves(new), strict=True):
+                        if isinstance(a, Tensor):
+                            a.copy_(b)
+
+
+class ReplayRecorder:
+    """A recorder for `CapturedExecutor`; branches run one after the other."""
+
+    def __init__(self):
+        self.recorded = 0
+
+    def record(self, work):
+        self.recorded += 1
+        with Recording() as recording:
+            work()
+        return recording.repeat
+
+    def branch(self, number):
+        return nullcontext()
+
+    def join(self):
+        pass

@@ -1,0 +1,218 @@
+"""Ticks that are replayed do what ordinary ticks do, bit for bit; graphs are stood in for by recorded operations."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replaying import ReplayRecorder
+from torch import nn
+from trainers import make
+
+from petra import models
+from petra.execution import CapturedExecutor
+from petra.execution.queues import carry_out
+
+
+def fused(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3, fused=True)
+
+
+def warming(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, 0.1 + t / 20))
+
+
+def tiny(**options):
+    torch.manual_seed(0)
+    return models.create("revnet18", width=2, depths=(2, 2), in_channels=3, num_classes=4, **options)
+
+
+def pair(network=None, **options):
+    """The same trainer twice, the second with ticks that are replayed."""
+    network = tiny() if network is None else network
+    options = {"optimizer": fused, "scheduler": warming, "stages": 4, **options}
+    plain, replaying = (make(copy.deepcopy(network), **options) for _ in range(2))
+    replaying.executor = CapturedExecutor(replaying.stages, replaying.order, ReplayRecorder())
+    return plain, replaying
+
+
+def state(trainer):
+    """All tensors of a trainer, and the numbers of what is in flight."""
+    found = trainer.state_dict()
+    leaves, numbers = torch.utils._pytree.tree_flatten(found)
+    gradients = [g for stage in trainer.stages for g in stage.gradients()]
+    return leaves + gradients, str(numbers)
+
+
+def assert_same(plain, replaying):
+    (a, structure), (b, other) = state(plain), state(replaying)
+    assert structure == other
+    for x, y in zip(a, b, strict=True):
+        assert x.equal(y) if isinstance(x, torch.Tensor) else x == y
+
+
+def step(trainers, x, y):
+    plain, replaying = trainers
+    for a, b in zip(plain.step(x, y), replaying.step(x, y), strict=True):
+        assert (a.microbatch, a.weight) == (b.microbatch, b.weight)
+        assert a.loss.equal(b.loss)
+        assert a.outputs.equal(b.outputs)
+        assert a.targets.equal(b.targets)
+
+
+def data(count, size=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 3, 4, 4, generator=generator), torch.randint(4, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("order", ["lock-step", "low-staleness", (7, 4, 2, 0)], ids=str)
+@pytest.mark.parametrize("method", ["petra", "checkpointed"])
+def test_replayed_ticks_are_ordinary_ticks(method, order, accumulate):
+    trainers = pair(method=method, order=order, accumulate=accumulate)
+    for x, y in data(40):
+        step(trainers, x, y)
+        assert_same(*trainers)
+    executor = trainers[1].executor
+    assert executor.refusal is None
+    assert executor.replayed >= 40 - trainers[1].order.staleness(0) - 5 * accumulate
+    assert executor._recorder.recorded == accumulate
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("method", ["backprop", "reversible", "pareprop"])
+def test_methods_without_a_pipeline(method, accumulate):
+    trainers = pair(method=method, accumulate=accumulate)
+    for x, y in data(16):
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor.replayed >= 16 - 4 * accumulate
+
+
+def test_around_replayed_ticks_everything_goes_on():
+    """An uneven batch, an evaluation, a checkpoint, a drain, another batch size and a changed learning rate."""
+    trainers = pair(accumulate=2, order="lock-step")
+    for turn in range(3):
+        for number, (x, y) in enumerate(data(30, seed=turn)):
+            uneven = 3 if number == 21 else 4
+            step(trainers, x[:uneven], y[:uneven])
+            if number == 11:
+                assert all(t.evaluate(data(2)) == trainers[0].evaluate(data(2)) for t in trainers)
+            if number == 13:
+                saved = copy.deepcopy([t.state_dict() for t in trainers])
+            if number == 17 and turn == 1:
+                for trainer, old in zip(trainers, saved, strict=True):
+                    trainer.load_state_dict(old)
+            if number == 5:
+                for trainer in trainers:
+                    for stage in trainer.stages:
+                        stage.scheduler.base_lrs = [0.01 * (turn + 1)] * len(stage.scheduler.base_lrs)
+            assert_same(*trainers)
+        for trainer in trainers:
+            trainer.drain()
+        assert_same(*trainers)
+    for x, y in data(20, size=6):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert trainers[1].executor.replayed > 30
+
+
+def test_a_restored_state_is_replayed_without_being_recorded_again():
+    trainers = pair()
+    for x, y in data(20):
+        step(trainers, x, y)
+    executor = trainers[1].executor
+    replayed, recorded = executor.replayed, executor._recorder.recorded
+    for trainer in trainers:
+        trainer.drain()
+    for x, y in data(20):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert executor._recorder.recorded == recorded
+    assert executor.replayed > replayed + 10
+
+
+def test_adam_is_replayed_too():
+    def adamw(parameters):
+        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+    trainers = pair(optimizer=adamw, clip_norm=0.5)
+    for x, y in data(20):
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor.replayed > 5
+
+
+def test_modes_that_change_are_noticed():
+    trainers = pair()
+    for number, (x, y) in enumerate(data(30)):
+        if number in (16, 18):
+            for trainer in trainers:
+                trainer.network.train(number == 18)
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor.replayed > 5
+
+
+def test_a_loss_that_is_not_a_number_is_found_a_little_later():
+    _, replaying = pair()
+    for x, y in data(16):
+        replaying.step(x, y)
+    x, y = data(1)[0]
+    replaying.stages[0].parameters[0].data.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match=r"micro-batch 16 .*is nan.*updates have been made"):
+        [replaying.step(x, y) for _ in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"method": "delayed"}, "stashes weights"),
+        ({"method": "gpipe", "accumulate": 2}, "empties the pipeline"),
+        ({"corrections": ["predict"]}, "corrections"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "not fused"),
+    ],
+)
+def test_what_cannot_be_recorded_says_why_and_is_done_all_the_same(options, reason):
+    trainers = pair(**options)
+    for x, y in data(12):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert reason in trainers[1].executor.refusal
+    assert trainers[1].executor.replayed == 0
+
+
+def test_dropout_is_noticed():
+    network = tiny()
+    network[1].f.append(nn.Dropout(0.5))
+    trainers = pair(network)
+    for x, y in data(20):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert "random numbers" in trainers[1].executor.refusal
+
+
+def test_what_is_watched_is_not_replayed():
+    trainers = pair()
+    seen = []
+    for number, (x, y) in enumerate(data(30)):
+        if number == 20:
+            trainers[1].executor.observers.append(lambda *said: seen.append(said))
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert len(seen) == 10 * 4 * 3
+
+
+@settings(max_examples=100)
+@given(st.permutations(range(6)), st.lists(st.integers(0, 5), min_size=6, max_size=6))
+def test_copies_never_read_what_they_have_overwritten(to, sources):
+    memory = torch.arange(6.0)
+    expected = memory.clone()
+    for a, b in zip(to, sources, strict=True):
+        expected[a] = memory[b]
+    carry_out([(memory[a : a + 1], memory[b : b + 1]) for a, b in zip(to, sources, strict=True)])
+    assert memory.equal(expected)
