@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Recording(TorchDispatchMode):
@@ -21,7 +21,8 @@ class Recording(TorchDispatchMode):
             raise RuntimeError("the host reads a number while work is recorded")
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, outputs))
+        # Memory is remembered, not tensors, for a tensor may be given other memory later.
+        self.calls.append(tree_map_only(Tensor, Tensor.detach, (func, args, kwargs, outputs)))
         return outputs
 
     @torch.no_grad()

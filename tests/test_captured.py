@@ -93,6 +93,19 @@ def test_methods_without_a_pipeline(method, accumulate):
     assert trainers[1].executor.replayed >= 16 - 4 * accumulate
 
 
+@pytest.mark.parametrize("order", ["lock-step", "low-staleness", (7, 4, 2, 0)], ids=str)
+@pytest.mark.parametrize("method", ["delayed", "petra-stashed"])
+def test_stashed_weights(method, order):
+    trainers = pair(method=method, order=order)
+    for x, y in data(30):
+        step(trainers, x, y)
+        assert_same(*trainers)
+    for trainer in trainers:
+        trainer.drain()
+    assert_same(*trainers)
+    assert trainers[1].executor.replayed > 5
+
+
 def test_around_replayed_ticks_everything_goes_on():
     """An uneven batch, an evaluation, a checkpoint, a drain, another batch size and a changed learning rate."""
     trainers = pair(accumulate=2, order="lock-step")
@@ -171,7 +184,7 @@ def test_a_loss_that_is_not_a_number_is_found_a_little_later():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"method": "delayed"}, "stashes weights"),
+        ({"method": "delayed", "accumulate": 2}, "stashed weights"),
         ({"method": "gpipe", "accumulate": 2}, "empties the pipeline"),
         ({"corrections": ["predict"]}, "corrections"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "not fused"),

@@ -7,7 +7,7 @@ Once the pipeline is full, every tick does the same to other numbers. What waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,6 +21,7 @@ from petra.execution.local import LocalExecutor
 from petra.execution.queues import Copy, Queue, carry_out
 from petra.execution.recorder import Recorder, Repeat
 from petra.execution.stage import Finished, Stage, check_finite
+from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Kept
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Flush, Kind, Order, Tick
@@ -47,6 +48,28 @@ class Program:
     """Each group of an optimizer, and its learning rate as the graph reads it."""
 
 
+class Versions(MutableMapping[int, list[Tensor]]):
+    """The copies of a stash by the number of updates before them."""
+
+    def __init__(self, stash: WeightStash) -> None:
+        self._copies = stash.copies
+
+    def __getitem__(self, version: int) -> list[Tensor]:
+        return self._copies[version, 0]
+
+    def __setitem__(self, version: int, weights: list[Tensor]) -> None:
+        self._copies[version, 0] = weights
+
+    def __delitem__(self, version: int) -> None:
+        del self._copies[version, 0]
+
+    def __iter__(self) -> Iterator[int]:
+        return (version for version, _ in self._copies)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+
 class Steady:
     """The full pipeline with micro-batches of one shape: where things wait, and the ticks recorded so far."""
 
@@ -56,6 +79,7 @@ class Steady:
             *(Queue(_member(executor.ups, s), tuple, tuple) for s in stages),
             *(Queue(_member(executor.downs, s), _take_apart, _put_together) for s in stages),
             *(Queue(lambda stage=stage: stage.kept, _inputs_of, _kept) for stage in executor.stages),  # type: ignore[misc]
+            *(Queue(lambda s=s: Versions(s.stash), list, list) for s in executor.stages if s.stash is not None),  # type: ignore[misc]
             Queue(lambda: executor.targets, lambda t: t[0], lambda t: (t, 1.0)),
         ]
         self.programs: dict[int, Program] = {}
@@ -98,6 +122,8 @@ class CapturedExecutor(LocalExecutor):
         self.refusal = next(filter(None, map(_refusal, stages)), None)
         if isinstance(order, Flush):
             self.refusal = f"{order.name} empties the pipeline for every update"
+        elif order.accumulate > 1 and any(stage.stash is not None for stage in stages):
+            self.refusal = "with accumulation, stashed weights are not one more with every tick"
         """Why no tick is ever replayed; None as long as no reason is known."""
         self.replayed = 0
         """How many ticks have been."""
@@ -221,6 +247,9 @@ class CapturedExecutor(LocalExecutor):
         self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
         self._fed += 1
         self._tick += 1
+        for stage in self.stages:
+            if stage.stash is not None:
+                stage.stash.advance()
         for queue in steady.queues:
             queue.advance()
         for action in program.actions:
@@ -317,7 +346,8 @@ class CapturedExecutor(LocalExecutor):
         now = self.microbatches
         queues: list[dict[int, Any]] = [*self.ups, *self.downs, *(stage.kept for stage in self.stages), self.targets]
         numbers = [[n - now for n in sorted(waiting)] for waiting in queues]
-        return numbers, [stage.accumulated for stage in self.stages]
+        stashed = [sorted(v - stage.updates for v in Versions(stage.stash)) for stage in self.stages if stage.stash]
+        return numbers, stashed, [stage.accumulated for stage in self.stages]
 
     def _fixed(self) -> Any:
         modes = [m.training for stage in self.stages for layer in stage.chain.layers for m in layer.modules()]
@@ -326,8 +356,6 @@ class CapturedExecutor(LocalExecutor):
 
 def _refusal(stage: Stage) -> str | None:
     """Why the ticks of a stage cannot be recorded."""
-    if stage.stash is not None:
-        return f"{stage.method.name} stashes weights"
     if stage.corrected is not None:
         return "corrections count updates on the host"
     if stage.average is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -44,13 +44,14 @@ class Ring:
 
 
 class Queue:
-    """One kind of thing that waits for one stage, in a dict from micro-batches to what `pack` makes a tree of tensors.
+    """One kind of thing that waits for one stage, in a dict from numbers to what `pack` makes a tree of tensors.
 
-    Micro-batches leave in the order in which they came. With n of them waiting, number m lies at place m modulo n.
+    The numbers are those of micro-batches, or of versions. They leave in the order in which they came. With n of them
+    waiting, number m lies at place m modulo n.
     """
 
     def __init__(
-        self, waiting: Callable[[], dict[int, Any]], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+        self, waiting: Callable[[], MutableMapping[int, Any]], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
     ) -> None:
         self.waiting, self._pack, self._unpack = waiting, pack, unpack
         self._numbers: list[int] = []

@@ -47,6 +47,13 @@ class WeightStash:
             self.copies[self._version, 0] = [p.detach().clone() for p in self._parameters]
         self._version += 1
 
+    def advance(self) -> None:
+        """What a tick of a full pipeline does to the numbers, with an update in it; copies are another's business."""
+        if self._needed:
+            self._needed[max(self._needed) + 1] = self._version, 0
+            del self._needed[min(self._needed)]
+        self._version += 1
+
     def state_dict(self) -> dict[str, Any]:
         return {"version": self._version, "needed": dict(self._needed), "copies": dict(self.copies)}
 
