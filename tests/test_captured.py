@@ -106,6 +106,23 @@ def test_stashed_weights(method, order):
     assert trainers[1].executor.replayed > 5
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "corrections",
+    [["predict"], ["spike"], ["shrink:0.8"], ["reschedule:20"], ["discrepancy"], ["predict", "spike", "reschedule:9"]],
+    ids=",".join,
+)
+def test_corrections(corrections, accumulate):
+    trainers = pair(corrections=corrections, accumulate=accumulate, order="lock-step")
+    for x, y in data(30):
+        step(trainers, x, y)
+        assert_same(*trainers)
+    for trainer in trainers:
+        trainer.drain()
+    assert_same(*trainers)
+    assert trainers[1].executor.replayed > 5
+
+
 def test_around_replayed_ticks_everything_goes_on():
     """An uneven batch, an evaluation, a checkpoint, a drain, another batch size and a changed learning rate."""
     trainers = pair(accumulate=2, order="lock-step")
@@ -186,7 +203,7 @@ def test_a_loss_that_is_not_a_number_is_found_a_little_later():
     [
         ({"method": "delayed", "accumulate": 2}, "stashed weights"),
         ({"method": "gpipe", "accumulate": 2}, "empties the pipeline"),
-        ({"corrections": ["predict"]}, "corrections"),
+        ({"method": "delayed", "corrections": ["predict"]}, "predicted weights"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "not fused"),
     ],
 )

@@ -4,6 +4,7 @@ from petra.corrections.corrected import Corrected
 from petra.corrections.correction import Correction, Site
 from petra.corrections.pipemare import Discrepancy, Reschedule
 from petra.corrections.predict import Predict
+from petra.corrections.rates import rates
 from petra.corrections.registry import CORRECTIONS, choose, find
 from petra.corrections.shrink import Shrink
 from petra.corrections.spike import Spike
@@ -20,4 +21,5 @@ __all__ = [
     "Spike",
     "choose",
     "find",
+    "rates",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.corrections.correction import Correction, Site, Weights
+from petra.corrections.rates import rates
 
 
 class Corrected:
@@ -33,7 +34,7 @@ class Corrected:
         self.site = Site(parameters, optimizer, in_flight / accumulate)
         self._accumulate = accumulate
         self._began: dict[int, int] = {}  # micro-batch in flight -> updates before its forward
-        self._set_rate()
+        self.set_rate()
 
     def before_forward(self, microbatch: int, accumulated: int) -> tuple[int, Weights | None]:
         """The delay that the micro-batch will have, and the weights of its forward, None for the current ones.
@@ -58,23 +59,27 @@ class Corrected:
     def step(self) -> None:
         """In place of the optimizer's own."""
         site = self.site
-        rates = [group["lr"] for group in site.optimizer.param_groups]
         needs_old = any(c.needs_old for c in self.corrections)
         old = [p.detach().clone() for p, _ in site.groups()] if needs_old else []
-        try:
-            if site.rate != 1:
-                for group in site.optimizer.param_groups:
-                    group["lr"] = group["lr"] * site.rate
+        with rates(site.optimizer, site.rate):
             site.optimizer.step()
             for correction in self.corrections:
                 correction.change_step(site, old)
-        finally:
-            for group, rate in zip(site.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate  # the very one: schedulers go on from it
         for correction in self.corrections:
             correction.see_step(site, old)
-        site.updates += 1
-        self._set_rate()
+        self._count()
+
+    @property
+    def ages(self) -> list[int]:
+        """How many updates there have been since the forward of each micro-batch in flight."""
+        return [self.site.updates - began for _, began in sorted(self._began.items())]
+
+    def advance(self, update: bool) -> None:
+        """What a tick of a full pipeline does to the numbers, where a replay has done the rest."""
+        self._began[max(self._began) + 1] = self.site.updates
+        del self._began[min(self._began)]
+        if update:
+            self._count()
 
     def tensors(self) -> list[Tensor]:
         """What is kept between updates."""
@@ -87,12 +92,17 @@ class Corrected:
 
     def load_state_dict(self, state: dict[str, Any], updates: int) -> None:
         """Take up what `state_dict` gave after so many updates."""
-        self.site.state = {p: dict(values) for p, values in state["state"].items()}
+        self.site.state = {p: {k: v.clone() for k, v in values.items()} for p, values in state["state"].items()}
         self._began = dict(state["began"])
         self.site.updates = updates
-        self._set_rate()
+        self.set_rate()
 
-    def _set_rate(self) -> None:
+    def _count(self) -> None:
+        self.site.updates += 1
+        self.set_rate()
+
+    def set_rate(self) -> None:
+        """Work out what the next update's learning rate is multiplied by."""
         self.site.rate = prod(c.rate(self.site) for c in self.corrections)
 
     @staticmethod

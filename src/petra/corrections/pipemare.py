@@ -63,5 +63,5 @@ class Discrepancy(Correction):
         gamma = self.decay ** (1 / site.staleness)
         for (parameter, _), before in zip(site.groups(), old, strict=True):
             state = site.state.setdefault(parameter, {})
-            delta = state.get("delta", torch.zeros_like(before))
-            state["delta"] = gamma * delta + (1 - gamma) * (parameter - before)
+            delta = state.setdefault("delta", torch.zeros_like(before))
+            delta.mul_(gamma).add_((1 - gamma) * (parameter - before))

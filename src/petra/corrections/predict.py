@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.corrections.correction import Correction, Site, Weights
+from petra.corrections.rates import rate_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Predict(Correction):
         found: dict[Tensor, Tensor] = {}
         for parameter, group in site.groups():
             v = _velocity(site.optimizer, parameter, group)
-            found[parameter] = parameter.clone() if v is None else parameter - group["lr"] * site.rate * delay * v
+            found[parameter] = parameter.clone() if v is None else parameter - rate_of(group, site.rate) * delay * v
         return [found.get(p, p.data) for p in site.parameters]
 
 

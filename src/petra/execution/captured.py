@@ -30,6 +30,10 @@ _LATE = 8
 """Ticks after which the host looks at a loss. It is there by then, so looking does not make the host wait."""
 
 
+Rate = tuple[Stage, dict[str, Any], Tensor]
+"""A group of a stage's optimizer, and its learning rate as a recorded tick reads it."""
+
+
 @dataclass
 class Program:
     """One recorded tick."""
@@ -44,8 +48,7 @@ class Program:
     finished: list[Finished]
     """What reached the loss, micro-batches counted likewise, in memory that every replay writes again."""
     actions: list[Action]
-    rates: list[tuple[dict[str, Any], Tensor]]
-    """Each group of an optimizer, and its learning rate as the graph reads it."""
+    rates: list[Rate]
 
 
 class Versions(MutableMapping[int, list[Tensor]]):
@@ -235,8 +238,8 @@ class CapturedExecutor(LocalExecutor):
             self._settle(steady)
             for to, x in zip((*program.inputs, program.targets), (*inputs, targets), strict=True):
                 to.copy_(x, non_blocking=True)
-            for group, rate in program.rates:
-                rate.fill_(group["lr"])
+            for stage, group, rate in program.rates:
+                rate.fill_(group["lr"] * _factor(stage))
             program.repeat()
             self._advance(steady, program, inputs)
         self.replayed += 1
@@ -250,6 +253,9 @@ class CapturedExecutor(LocalExecutor):
         for stage in self.stages:
             if stage.stash is not None:
                 stage.stash.advance()
+            if stage.corrected is not None:
+                updated = any(a.stage == stage.index and a.kind is Kind.UPDATE for a in program.actions)
+                stage.corrected.advance(updated)
         for queue in steady.queues:
             queue.advance()
         for action in program.actions:
@@ -279,14 +285,14 @@ class CapturedExecutor(LocalExecutor):
             check_finite(loss, microbatch, self.stages[-1].index, "a few updates have been made since")
 
     @contextmanager
-    def _as_recorded(self) -> Iterator[list[tuple[dict[str, Any], Tensor]]]:
+    def _as_recorded(self) -> Iterator[list[Rate]]:
         """Inside, whatever is a number on the host and changes from tick to tick is left out, or is on the device."""
         device = self.stages[0].chain.settings.device
-        groups = [g for stage in self.stages if stage.optimizer is not None for g in stage.optimizer.param_groups]
-        kept = [(group, group["lr"], group.get("capturable")) for group in groups]
+        groups = [(s, group) for s in self.stages if s.optimizer is not None for group in s.optimizer.param_groups]
+        kept = [(group, group["lr"], group.get("capturable")) for _, group in groups]
         dtype = torch.float32 if device.type == "cuda" else torch.float64  # which is what fused optimizers read
-        rates = [(group, torch.tensor(float(group["lr"]), dtype=dtype, device=device)) for group in groups]
-        for group, rate in rates:
+        rates = [(s, g, torch.tensor(float(g["lr"] * _factor(s)), dtype=dtype, device=device)) for s, g in groups]
+        for _, group, rate in rates:
             group["lr"] = rate
             if "capturable" in group:
                 group["capturable"] = True
@@ -294,6 +300,8 @@ class CapturedExecutor(LocalExecutor):
         for stage in self.stages:
             stage.recording = True
             stage.chain.draws = False
+            if stage.corrected is not None:
+                stage.corrected.site.rate = 1.0
         try:
             yield rates
         finally:
@@ -302,6 +310,8 @@ class CapturedExecutor(LocalExecutor):
             for stage in self.stages:
                 stage.recording = False
                 stage.chain.draws = True
+                if stage.corrected is not None:
+                    stage.corrected.set_rate()
             for group, lr, capturable in kept:
                 group["lr"] = lr
                 if capturable is not None:
@@ -347,7 +357,8 @@ class CapturedExecutor(LocalExecutor):
         queues: list[dict[int, Any]] = [*self.ups, *self.downs, *(stage.kept for stage in self.stages), self.targets]
         numbers = [[n - now for n in sorted(waiting)] for waiting in queues]
         stashed = [sorted(v - stage.updates for v in Versions(stage.stash)) for stage in self.stages if stage.stash]
-        return numbers, stashed, [stage.accumulated for stage in self.stages]
+        ages = [stage.corrected.ages for stage in self.stages if stage.corrected is not None]
+        return numbers, stashed, ages, [stage.accumulated for stage in self.stages]
 
     def _fixed(self) -> Any:
         modes = [m.training for stage in self.stages for layer in stage.chain.layers for m in layer.modules()]
@@ -356,14 +367,18 @@ class CapturedExecutor(LocalExecutor):
 
 def _refusal(stage: Stage) -> str | None:
     """Why the ticks of a stage cannot be recorded."""
-    if stage.corrected is not None:
-        return "corrections count updates on the host"
+    if stage.corrected is not None and stage.stash is not None:
+        return "predicted weights are stashed"
     if stage.average is not None:
         return "replicas average their gradients"
     for group in stage.optimizer.param_groups if stage.optimizer is not None else ():
         if not group.get("fused"):
             return f"{type(stage.optimizer).__name__} is not fused, so its learning rate would stay as recorded"
     return None
+
+
+def _factor(stage: Stage) -> float:
+    return 1.0 if stage.corrected is None else stage.corrected.site.rate
 
 
 def _kind(x: Any) -> Any:

@@ -5,15 +5,14 @@ Executors call `forward`, `backward` and `update` in the order of the schedule a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from petra.corrections import Corrected
+from petra.corrections import Corrected, rates
 from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Chain, Kept, Method
 from petra.reversible.gradients import ParameterGradients, vjp
@@ -42,26 +41,6 @@ class Finished:
     targets: Any
     weight: float = 1.0
     """Of its gradient in the mean over replicas; 0 for samples that only stand in for a share without any."""
-
-
-@contextmanager
-def rounded_rates(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, learning rates of fused optimizers on a GPU are float32.
-
-    There a replayed update reads them from, and others have to do the same to the last bit.
-    """
-    kept = [
-        (group, group["lr"])
-        for group in optimizer.param_groups
-        if group.get("fused") and group["params"][0].is_cuda and not isinstance(group["lr"], Tensor)
-    ]
-    for group, lr in kept:
-        group["lr"] = float(torch.tensor(lr, dtype=torch.float32))
-    try:
-        yield
-    finally:
-        for group, lr in kept:
-            group["lr"] = lr
 
 
 def check_finite(loss: Tensor, microbatch: int, stage: int, consequence: str) -> None:
@@ -210,7 +189,7 @@ class Stage:
         if self.corrected is not None:
             self.corrected.step()
         elif self.optimizer is not None:
-            with rounded_rates(self.optimizer):
+            with rates(self.optimizer):
                 self.optimizer.step()
         if not self.recording:
             self.schedule()
@@ -244,11 +223,9 @@ class Stage:
         """The tensors that are trained where they lie."""
         optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
         buffers = [b for layer in self.chain.layers for b in layer.buffers()]
-        return [
-            *self.parameters,
-            *buffers,
-            *(v for state in optimizer for v in state.values() if isinstance(v, Tensor)),
-        ]
+        corrected = self.corrected.tensors() if self.corrected is not None else []
+        states = [v for state in optimizer for v in state.values() if isinstance(v, Tensor)]
+        return [*self.parameters, *buffers, *states, *corrected]
 
     def gradients(self) -> list[Tensor | None]:
         """Gradients of the parameters: those being added up, or the mean that the last update used."""
