@@ -246,3 +246,8 @@ def test_copies_never_read_what_they_have_overwritten(to, sources):
         expected[a] = memory[b]
     carry_out([(memory[a : a + 1], memory[b : b + 1]) for a, b in zip(to, sources, strict=True)])
     assert memory.equal(expected)
+
+
+def test_capture_is_for_one_gpu():
+    with pytest.raises(ValueError, match="the device is cpu"):
+        make(tiny(), capture=True)

@@ -6,6 +6,7 @@ from petra.execution.local import LocalExecutor, Observer
 from petra.execution.partition import partition
 from petra.execution.processes import LostRank, ProcessTransport
 from petra.execution.rank import RankExecutor
+from petra.execution.recorder import GraphRecorder
 from petra.execution.stage import Diverged, Finished, NonFiniteLoss, Stage
 from petra.execution.templates import Rehearsal
 from petra.execution.threads import run_together
@@ -17,6 +18,7 @@ __all__ = [
     "Diverged",
     "DoesNotFit",
     "Finished",
+    "GraphRecorder",
     "LocalExecutor",
     "LostRank",
     "NonFiniteLoss",

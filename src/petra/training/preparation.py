@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.corrections import Corrected, Correction, choose
-from petra.execution import partition
+from petra.execution import GraphRecorder, partition
 from petra.methods import Method
 from petra.schedule import Order
 
@@ -83,6 +83,13 @@ def make_corrected(
         correction.check(optimizer)
     in_flight = order.staleness(stage)
     return Corrected(corrections, parameters, optimizer, in_flight, order.accumulate) if in_flight else None
+
+
+def make_recorder(device: torch.device) -> GraphRecorder:
+    """What records ticks on a GPU."""
+    if device.type != "cuda":
+        raise ValueError(f"capture records CUDA graphs, and the device is {device}: leave it out, or use a GPU")
+    return GraphRecorder(device)
 
 
 def refuse_other_dtypes(network: nn.Module) -> None:

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from petra import methods
 from petra.corrections import Correction
-from petra.execution import Alone, Finished, LocalExecutor, RankExecutor, Rehearsal, Stage, Transport, partition
+from petra.execution import (
+    Alone,
+    CapturedExecutor,
+    Finished,
+    LocalExecutor,
+    RankExecutor,
+    Rehearsal,
+    Stage,
+    Transport,
+    partition,
+)
 from petra.methods import Chain, Method, Settings
 from petra.names import unknown
 from petra.reversible.randomness import derived_seed
@@ -29,6 +39,7 @@ from petra.training.preparation import (
     device_of,
     make_corrected,
     make_optimizer,
+    make_recorder,
     make_scheduler,
     place_stages,
     refuse_other_dtypes,
@@ -67,7 +78,8 @@ class Trainer:
     the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
     mean gradient of all. ``message_dtype`` is what float32 travels as between stages, to send half as much
     with ``torch.bfloat16``. ``corrections`` make up for staleness in pipelined methods: names like ``"predict"`` or
-    ``"shrink:0.9"``, or objects of `petra.corrections`.
+    ``"shrink:0.9"``, or objects of `petra.corrections`. With ``capture``, on one GPU and with a fused optimizer, ticks
+    of a full pipeline are recorded as CUDA graphs and replayed; ``executor.refusal`` says why, where they cannot be.
 
     >>> trainer = Trainer(network, loss=nn.functional.cross_entropy, stages=4,
     ...                   optimizer=lambda p: torch.optim.SGD(p, 0.1))       # doctest: +SKIP
@@ -95,6 +107,7 @@ class Trainer:
         placement: Sequence[int] | None = None,
         message_dtype: torch.dtype | None = None,
         corrections: Sequence[str | Correction] = (),
+        capture: bool = False,
     ) -> None:
         if not isinstance(network, nn.Sequential):
             raise ValueError(
@@ -164,9 +177,14 @@ class Trainer:
                 )
                 made.append(stage)
         if place.ranks == 1:
-            self.executor = LocalExecutor(made, self.order)
+            recorder = make_recorder(self.device) if capture else None
+            self.executor = (
+                LocalExecutor(made, self.order) if recorder is None else CapturedExecutor(made, self.order, recorder)
+            )
             self.executor.doing = transport.doing
         else:
+            if capture:
+                raise ValueError("capture is for stages on one device, and there are several ranks: leave it out")
             rehearsal = Rehearsal(list(network), cuts, self.method, message_dtype)
             self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal)
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}

@@ -1,0 +1,102 @@
+"""Ticks recorded as CUDA graphs against ordinary ones, bit for bit; skipped where there is no GPU."""
+
+import copy
+
+import pytest
+import torch
+from test_captured import assert_same, step, warming
+from trainers import make
+
+from petra import models
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+
+def fused(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3, fused=True)
+
+
+def pair(**options):
+    torch.manual_seed(0)
+    network = models.create("revnet18", width=8, num_classes=10)
+    options = {"optimizer": fused, "scheduler": warming, "stages": 10, "device": "cuda", **options}
+    return tuple(make(copy.deepcopy(network), capture=capture, **options) for capture in (False, True))
+
+
+def data(count, size=16):
+    generator = torch.Generator("cuda").manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(size, 3, 32, 32, device="cuda", generator=generator)
+        yield x, torch.randint(10, (size,), device="cuda", generator=generator)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("order", ["lock-step", "low-staleness"])
+def test_two_hundred_ticks(order, accumulate):
+    """With a learning rate that changes all the time, an evaluation, a checkpoint, an uneven batch and a drain."""
+    trainers = pair(order=order, accumulate=accumulate)
+    for number, (x, y) in enumerate(data(200)):
+        uneven = 12 if number == 90 else 16
+        step(trainers, x[:uneven], y[:uneven])
+        if number == 60:
+            assert len({t.evaluate(data(2)) for t in trainers}) == 1
+        if number == 70:
+            saved = [copy.deepcopy(t.state_dict()) for t in trainers]
+        if number == 80:
+            for trainer, state in zip(trainers, saved, strict=True):
+                trainer.load_state_dict(state)
+        if number == 150:
+            for trainer in trainers:
+                trainer.drain()
+        if number % 10 == 0:
+            assert_same(*trainers)
+    assert_same(*trainers)
+    assert trainers[1].executor.refusal is None
+    assert trainers[1].executor.replayed > 80
+
+
+@pytest.mark.parametrize("method", ["backprop", "reversible", "pareprop", "checkpointed", "delayed", "petra-stashed"])
+def test_other_methods(method):
+    trainers = pair(method=method)
+    for x, y in data(50):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert trainers[1].executor.replayed > 15
+
+
+@pytest.mark.parametrize(
+    "corrections", [["predict"], ["spike"], ["discrepancy"], ["predict", "reschedule:40"]], ids=",".join
+)
+def test_corrections(corrections):
+    trainers = pair(corrections=corrections)
+    for x, y in data(60):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert trainers[1].executor.replayed > 15
+
+
+def test_autocast_and_adam():
+    def adamw(parameters):
+        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+    trainers = pair(optimizer=adamw, autocast=torch.bfloat16, message_dtype=torch.bfloat16, clip_norm=1.0)
+    for x, y in data(50):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert trainers[1].executor.replayed > 15
+
+
+def test_memory_does_not_grow_with_replays():
+    _, replaying = pair()
+    for x, y in data(60):
+        replaying.step(x, y)
+    before = torch.cuda.memory_allocated()
+    for x, y in data(60):
+        replaying.step(x, y)
+    assert torch.cuda.memory_allocated() <= before + 2**20
