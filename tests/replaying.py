@@ -4,6 +4,7 @@ As with a graph, nothing of the host's part is done again, and numbers that the 
 """
 
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ class ReplayRecorder:
 
     def record(self, work):
         self.recorded += 1
-        with Recording() as recording:
+        seeding = patch("petra.methods.chain.seed_generators", side_effect=RuntimeError("not while work is recorded"))
+        with Recording() as recording, seeding:
             work()
         return recording.repeat
 
