@@ -122,7 +122,7 @@ def test_bad_input(arguments, message, tmp_path, capsys, monkeypatch):
 
 def test_runs_that_are_there(measured, tmp_path, capsys):
     assert fidelity("--out", measured) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "holds a run already: give --resume to continue it, --overwrite to replace it" in capsys.readouterr().err
     assert main(["fidelity", "--resume", "--stages", "2", "--out", str(measured)]) == 2
     assert "has stages 4, not 2" in capsys.readouterr().err
     (tmp_path / "fidelity.jsonl").write_text("mine")

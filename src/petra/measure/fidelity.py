@@ -99,7 +99,7 @@ class Fidelity(AbstractContextManager["Fidelity"]):
         self._read_so_far = self.executor.microbatches
         self._samples: dict[int, _Sample] = {}  # by micro-batch
         self._pending: dict[int, list[int]] = {stage.index: [] for stage in self.executor.stages}
-        self._due: dict[int, tuple[list[int], ParameterGradients]] = {}  # stage -> its update in this tick
+        self._due: dict[int, tuple[tuple[int, ...], ParameterGradients]] = {}  # stage -> its update in this tick
         self._weights: dict[int, dict[int, list[Tensor]]] = {}  # micro-batch -> stage -> of its forward
         self._copies: dict[int, tuple[int, list[Tensor]]] = {}  # stage -> its last copy, and of which version
         self.executor.announcements.append(self._begin)
@@ -115,18 +115,27 @@ class Fidelity(AbstractContextManager["Fidelity"]):
     def _begin(self, start: int, tick: Tick) -> None:
         """Before a tick: all stages have the weights w^t, and what they will do is known."""
         self._read(start)
-        self._due.clear()
+        due: dict[tuple[int, ...], list[int]] = {}  # stages by the micro-batches of their updates
         for stage in self._trained:
-            own = [action for phase in tick for action in phase if action.stage == stage.index]
-            used = list(self._pending[stage.index])
-            for action in own:
-                if action.kind is Kind.UPDATE:
-                    if self._sample_of(used) is not None:
-                        self._due[stage.index] = used, self._exact(stage, used)
-                    break
-                if action.kind is Kind.BACKWARD:
-                    used.append(start + action.microbatch)
+            used = self._used(stage, start, tick)
+            if self._sample_of(used) is not None:
+                due.setdefault(used, []).append(stage.index)
+        self._due.clear()
+        for used, stages in due.items():
+            exact = self._exact(used, stages)
+            self._due.update((stage, (used, exact)) for stage in stages)
+        for stage in self._trained:
             self._compare(stage)  # at once, if it only waits for its update
+
+    def _used(self, stage: Stage, start: int, tick: Tick) -> tuple[int, ...]:
+        """The micro-batches whose gradients are in the stage's update of this tick; none if there is none."""
+        used = list(self._pending[stage.index])
+        for action in (action for phase in tick for action in phase if action.stage == stage.index):
+            if action.kind is Kind.UPDATE:
+                return tuple(used)
+            if action.kind is Kind.BACKWARD:
+                used.append(start + action.microbatch)
+        return ()
 
     def _read(self, start: int) -> None:
         """Keep the new micro-batch if it belongs to an update that is to be measured."""
@@ -179,26 +188,25 @@ class Fidelity(AbstractContextManager["Fidelity"]):
             wanted = [stage.index for stage in self._trained]
             add_gradients(sample.delayed, exact_gradients(self.executor.stages, sample.batches[number], wanted))
 
-    def _exact(self, stage: Stage, microbatches: Sequence[int]) -> ParameterGradients:
+    def _exact(self, microbatches: Sequence[int], stages: Sequence[int]) -> ParameterGradients:
         total: ParameterGradients = {}
         for number in microbatches:
             batch = self._samples[number].batches[number]
-            add_gradients(total, exact_gradients(self.executor.stages, batch, [stage.index]))
+            add_gradients(total, exact_gradients(self.executor.stages, batch, stages))
         return total
 
     def _compare(self, stage: Stage) -> None:
         """When the last gradient of an update is there, and the update is not."""
-        used, exact = self._due.get(stage.index, (None, {}))
-        if used is None or self._pending[stage.index] != used:
+        if stage.index not in self._due or tuple(self._pending[stage.index]) != self._due[stage.index][0]:
             return
-        del self._due[stage.index]
+        used, exact = self._due.pop(stage.index)
         sample = self._samples[used[-1]]
         likeness = Likeness.of(_triples(stage, exact, sample.delayed, len(used)))
-        self._report(Measurement(sample.update, stage.index, tuple(used), likeness))
+        self._report(Measurement(sample.update, stage.index, used, likeness))
         sample.found[stage.index] = likeness
         if len(sample.found) == len(self._trained):
             first, *others = (sample.found[stage.index] for stage in self._trained)
-            self._report(Measurement(sample.update, None, tuple(used), sum(others, start=first)))
+            self._report(Measurement(sample.update, None, used, sum(others, start=first)))
             for number in used:
                 del self._samples[number]
 
