@@ -162,7 +162,7 @@ class Fidelity(AbstractContextManager["Fidelity"]):
         elif action.kind is Kind.BACKWARD:
             self._pending[stage.index].append(number)
             self._compare(stage)
-        elif number in self._samples:
+        elif action.kind is Kind.FORWARD and number in self._samples:
             self._weights.setdefault(number, {})[stage.index] = self._copy(stage)
             if stage.last:
                 self._delay(self._samples[number], self._weights.pop(number), number)
