@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> None:
         quiet=options.quiet,
         data=data,
     )
-    rows = _kept(folder / FIDELITY, min(stage.updates for stage in job.trainer.stages))
+    executor = job.trainer.executor
+    rows = _kept(folder / FIDELITY, min(executor.state_dict()["shapes"], default=executor.microbatches))
     with (folder / FIDELITY).open("w") as file:
 
         def write(row: dict[str, Any]) -> None:
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
 
         for row in rows:
             write(row)
-        with Fidelity(job.trainer.executor, options.every, report):
+        with Fidelity(executor, options.every, report):
             summary = job()
     means = summarise(rows)
     names = ("method", "model", "data", "stages", "order", "staleness", "corrections", "accumulate", "epochs", "seed")
@@ -98,12 +99,12 @@ def run(options: argparse.Namespace) -> None:
     print(f"means of {means[-1]['measurements']} updates of {config.method}; in {folder}{how}")
 
 
-def _kept(path: Path, updates: int) -> list[dict[str, Any]]:
-    """What a run that is resumed has measured before its checkpoint, in all stages."""
+def _kept(path: Path, end: int) -> list[dict[str, Any]]:
+    """What a run that is resumed has measured of micro-batches before ``end``, which had left the pipeline."""
     if not path.exists():
         return []
     try:
         found = [json.loads(line) for line in path.read_text().splitlines()]
-        return [row for row in found if row["update"] <= updates]
+        return [row for row in found if row["microbatch"] < end]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and resume again") from error

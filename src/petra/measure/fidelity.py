@@ -93,9 +93,9 @@ class Fidelity(AbstractContextManager["Fidelity"]):
 
     def __enter__(self) -> Fidelity:
         state = self.executor.state_dict()
-        left = state["fed"] - len(state["shapes"])  # micro-batches that stage 0 has done with since the start
+        done = state["fed"] - len(self.executor.targets)  # by the last stage, since the pipeline was last empty
         self._start = state["start"]
-        self._base = self.executor.stages[0].updates - left // self.executor.order.accumulate
+        self._base = self.executor.stages[-1].updates - done // self.executor.order.accumulate
         self._read_so_far = self.executor.microbatches
         self._samples: dict[int, _Sample] = {}  # by micro-batch
         self._pending: dict[int, list[int]] = {stage.index: [] for stage in self.executor.stages}
@@ -140,8 +140,8 @@ class Fidelity(AbstractContextManager["Fidelity"]):
     def _read(self, start: int) -> None:
         """Keep the new micro-batch if it belongs to an update that is to be measured."""
         executor = self.executor
-        if start != self._start:  # the pipeline was empty, so all stages have done all updates
-            self._start, self._base = start, executor.stages[0].updates
+        if start != self._start:  # the pipeline was empty, so all updates have been made
+            self._start, self._base = start, executor.stages[-1].updates
             self._samples.clear()
         if executor.microbatches == self._read_so_far:  # none is read while the pipeline is drained
             return
