@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import astuple
+from itertools import product
 from math import sqrt
 
 import pytest
@@ -85,9 +86,22 @@ def flat(tensors):
     return torch.cat([t.flatten() for t in tensors])
 
 
+def ticks(order, stages, m, s):
+    """When micro-batch m goes forward and backward in stage s."""
+    if order is None:  # Features Replay and DDG: the forward is locked, and the backward J-1-s iterations late
+        return m, m + stages - 1 - s
+    n = [(1 if order == "low-staleness" else 2) * (stages - 1 - i) for i in range(stages)]
+    return (2 * m + n[0] - n[s]) // 2, (2 * m + n[0] + n[s]) // 2
+
+
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("order", ["low-staleness", "lock-step"])
-@pytest.mark.parametrize("method", ["petra", "petra-stashed", "checkpointed", "delayed"])
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        *product(("petra", "petra-stashed", "checkpointed", "delayed"), ("low-staleness", "lock-step")),
+        *((name, None) for name in ("features-replay", "ddg") if name in METHODS),
+    ],
+)
 def test_stale_gradients_against_brute_force(method, order, k):
     """Copies of the network of every tick, and the schedule's formula, tell which weights to differentiate at."""
     stages = layers = 4
@@ -101,7 +115,7 @@ def test_stale_gradients_against_brute_force(method, order, k):
     used = {}
 
     def keep(tick, action, stage):
-        if action.kind.value == "U":
+        if action.kind.value == "U" and action.microbatch >= 0:
             used[stage.index, action.microbatch] = [p.grad.clone() for p in stage.parameters]
 
     trainer.executor.observers.append(keep)
@@ -111,7 +125,6 @@ def test_stale_gradients_against_brute_force(method, order, k):
         for x, y in data:
             nets.append(copy.deepcopy(trainer.network))  # w^t
             trainer.step(x, y)
-    n = [(1 if order == "low-staleness" else 2) * (stages - 1 - s) for s in range(stages)]
     sums = {}
     for measurement in fidelity.measurements:
         s, ms = measurement.stage, measurement.microbatches
@@ -119,11 +132,11 @@ def test_stale_gradients_against_brute_force(method, order, k):
         if s is None:
             expected = sums[measurement.update]
         else:
-            tick = (2 * ms[-1] + n[0] + n[s]) // 2
-            exact = flat(mean([gradients(nets[tick], *data[m])[s] for m in ms]))
+            _, now = ticks(order, stages, ms[-1], s)
+            exact = flat(mean([gradients(nets[now], *data[m])[s] for m in ms]))
             delayed = []
             for m in ms:
-                met = [nets[(2 * m + n[0] - n[i]) // 2] for i in range(stages)]
+                met = [nets[ticks(order, stages, m, i)[0]] for i in range(stages)]
                 delayed.append(gradients(patched(met, range(layers)), *data[m])[s])
             delayed, own = flat(mean(delayed)), flat(used[s, ms[-1]])
             expected = torch.stack(
@@ -142,7 +155,7 @@ def test_stale_gradients_against_brute_force(method, order, k):
         assert figures["delayed_cosine"] == pytest.approx(de / sqrt(dd * ee), rel=1e-9)
         assert figures["delayed_norm_ratio"] == pytest.approx(sqrt(dd / ee), rel=1e-9)
         assert figures["delayed_sigma"] == pytest.approx(de / ee, rel=1e-9)
-        if method == "delayed":
+        if method in ("delayed", "ddg"):
             assert figures["cosine_to_delayed"] == pytest.approx(1.0, abs=1e-12)
     assert [(m.stage, m.microbatches[-1]) for m in fidelity.measurements if m.stage is not None] == list(used)
     assert sum(m.stage is None for m in fidelity.measurements) == sum(stage == 0 for stage, _ in used)
