@@ -203,7 +203,7 @@ def test_schedule_of_any_method(capsys):
     )
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "schedule", "methods"])
+@pytest.mark.parametrize("command", ["train", "compare", "fidelity", "schedule", "methods"])
 def test_help_explains(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_replay_zoo import SIZES as OF_FEATURES_REPLAY
 
 from petra import Network, ReversibleResidual, models, plain_autograd
 from petra.training.checkpoint import export_weights
@@ -23,7 +24,8 @@ def test_parameters_and_layers(name, size):
 
 
 def test_all_names_are_tested():
-    assert {entry.name for entry in models.entries() if entry.build in (models.resnet, models.revnet)} == set(SIZES)
+    built = {entry.name for entry in models.entries() if entry.build in (models.resnet, models.revnet)}
+    assert built == {*SIZES, *OF_FEATURES_REPLAY}
 
 
 @pytest.mark.parametrize("name", SIZES)

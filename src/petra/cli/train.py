@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     folder = options.out or _default_folder(RunConfig.from_options(options.recipe, given(options)))
     if begun_by_this_job(folder):  # torchrun starts it anew
         options.resume, options.overwrite, options.out = True, False, folder
-    config, folder = _configure(options)
+    config, folder = configure(options)
     if not 0 < options.timeout < 1e8:
         raise ValueError(f"--timeout is {options.timeout}: give seconds")
     if options.trace < 0:
@@ -145,8 +146,13 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
 
 
-def _configure(options: argparse.Namespace) -> tuple[RunConfig, Path]:
-    """The configuration that was asked for, or on resume that of the run, which has to be the same."""
+def configure(
+    options: argparse.Namespace, may_change: Sequence[str] = MAY_CHANGE, kind: str = ""
+) -> tuple[RunConfig, Path]:
+    """The configuration that was asked for, or on resume that of the run, which has to be the same.
+
+    And the folder of the run; ``kind`` goes into its name if none was given.
+    """
     if options.resume and options.out is None:
         raise ValueError("--resume needs --out: give the folder of the run to continue")
     asked = given(options)
@@ -158,15 +164,15 @@ def _configure(options: argparse.Namespace) -> tuple[RunConfig, Path]:
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{written} is damaged ({error}): remove the folder to start anew") from error
         for name, new in _flat(asked).items():
-            if name not in MAY_CHANGE and (value := _flat(config.to_json()).get(name)) != new:
+            if name not in may_change and (value := _flat(config.to_json()).get(name)) != new:
                 raise ValueError(f"the run in {options.out} has {name} {value}, not {new}: leave it out to resume")
-        config = replace(config, **{name: asked[name] for name in MAY_CHANGE if name in asked})
+        config = replace(config, **{name: asked[name] for name in may_change if name in asked})
         config.validate()
         return config, options.out
     config = RunConfig.from_options(options.recipe, asked)
     config.validate()
-    return config, options.out or _default_folder(config)
+    return config, options.out or _default_folder(config, kind)
 
 
-def _default_folder(config: RunConfig) -> Path:
-    return Path("runs") / f"{config.model}-{config.method}"
+def _default_folder(config: RunConfig, kind: str = "") -> Path:
+    return Path("runs") / f"{kind}{config.model}-{config.method}"

@@ -17,6 +17,7 @@ from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Order, Tick
 
 Observer = Callable[[int, Action, Stage], None]
+Announcement = Callable[[int, Tick], None]
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 Clock = Callable[[int, Action, float, float, float], None]
 
@@ -37,6 +38,8 @@ class LocalExecutor:
         self.order = order
         self.observers: list[Observer] = []
         """Called after every action with the tick, the action and its stage."""
+        self.announcements: list[Announcement] = []
+        """Called before every tick with the micro-batch that counts as 0 in it and what will happen; () included."""
         self.acting: int | None = None
         """The stage that is at work."""
         self.ups: list[dict[int, Streams]] = [{} for _ in range(order.stages)]
@@ -115,6 +118,8 @@ class LocalExecutor:
 
     def _perform(self, tick: Tick) -> list[Finished]:
         finished = []
+        for announce in self.announcements:
+            announce(self._start, tick)
         for phase in tick:
             for action in phase:
                 if action.stage in self._owned:

@@ -1,7 +1,9 @@
 """Instruments that observe an executor, and where they did; and a plan from what they found."""
 
 from petra.measure.environment import environment
+from petra.measure.fidelity import Fidelity, Measurement
 from petra.measure.forecast import Forecast
+from petra.measure.likeness import Likeness
 from petra.measure.memory import MemoryProbe, StageMemory, at_rest, nbytes
 from petra.measure.plan import Plan, make_plan
 from petra.measure.profile import Profile, Seconds, Stopwatch, profile
@@ -9,8 +11,11 @@ from petra.measure.ticks import Link, tick_seconds
 from petra.measure.timeline import Timeline, Trace
 
 __all__ = [
+    "Fidelity",
     "Forecast",
+    "Likeness",
     "Link",
+    "Measurement",
     "MemoryProbe",
     "Plan",
     "Profile",

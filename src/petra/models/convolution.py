@@ -16,31 +16,34 @@ def conv(inputs: int, outputs: int, kernel: int, stride: int = 1, bias: bool = T
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=bias)
 
 
-def residual(channels: tuple[int, ...], kernels: tuple[int, ...], stride: int, last_relu: bool) -> nn.Sequential:
+def residual(
+    channels: tuple[int, ...], kernels: tuple[int, ...], stride: int, last_relu: bool, bias: bool = True
+) -> nn.Sequential:
     """conv-bn-relu for each kernel; the stride sits in the first 3×3 convolution."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     strided = kernels.index(3)
     for i, kernel in enumerate(kernels):
-        layers[f"conv{i + 1}"] = conv(channels[i], channels[i + 1], kernel, stride if i == strided else 1)
+        layers[f"conv{i + 1}"] = conv(channels[i], channels[i + 1], kernel, stride if i == strided else 1, bias)
         layers[f"bn{i + 1}"] = nn.BatchNorm2d(channels[i + 1])
         if last_relu or i < len(kernels) - 1:
             layers[f"relu{i + 1}"] = nn.ReLU(inplace=True)
     return nn.Sequential(layers)
 
 
-def basic(inputs: int, width: int, stride: int = 1, last_relu: bool = True) -> nn.Sequential:
+def basic(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> nn.Sequential:
     """Two 3×3 convolutions."""
-    return residual((inputs, width, width), (3, 3), stride, last_relu)
+    return residual((inputs, width, width), (3, 3), stride, last_relu, bias)
 
 
-def bottleneck(inputs: int, width: int, stride: int = 1, last_relu: bool = True) -> nn.Sequential:
+def bottleneck(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> nn.Sequential:
     """A 3×3 convolution between two 1×1, the last of which widens four times."""
-    return residual((inputs, width, width, 4 * width), (1, 3, 1), stride, last_relu)
+    return residual((inputs, width, width, 4 * width), (1, 3, 1), stride, last_relu, bias)
 
 
-def projection(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+def projection(inputs: int, outputs: int, stride: int, bias: bool = True) -> nn.Sequential:
     """The 1×1 convolution that brings a shortcut to a new shape."""
-    return nn.Sequential(OrderedDict([("conv", conv(inputs, outputs, 1, stride)), ("bn", nn.BatchNorm2d(outputs))]))
+    brought = conv(inputs, outputs, 1, stride, bias)
+    return nn.Sequential(OrderedDict([("conv", brought), ("bn", nn.BatchNorm2d(outputs))]))
 
 
 class Stem(nn.Module):

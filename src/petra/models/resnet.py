@@ -1,4 +1,16 @@
-"""ResNets, the non-reversible twins of the PETRA paper's RevNets."""
+"""ResNets: the non-reversible twins of the PETRA paper's RevNets, and those of the Features Replay paper.
+
+The Features Replay paper trains "ResNet164 with the basic building block, ResNet101 and ResNet152 with the bottleneck
+building block", and one of 512 layers, on CIFAR. 164 and 512 are 6n + 2, the depth of the CIFAR networks in
+Section 4.2 of He et al. (2016): three groups of n basic blocks of 16, 32 and 64 channels, shortcuts without
+parameters. 152 is not 9n + 2, so 101 and 152 are the four groups of their Table 1, of 64 to 512 channels inside, behind
+a 3×3 stem and with projected shortcuts. Convolutions have no bias. With 10 classes:
+
+    resnet164-basic   n = 27              2,602,906 parameters
+    resnet512-basic   n = 85              8,241,434
+    resnet101-cifar   blocks 3, 4, 23, 3  42,512,970
+    resnet152-cifar   blocks 3, 8, 36, 3  58,156,618
+"""
 
 from __future__ import annotations
 
@@ -6,6 +18,7 @@ from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from petra.models.convolution import (
     Head,
@@ -33,27 +46,54 @@ class ResidualBlock(nn.Module):
         return torch.relu(self.shortcut(x) + self.f(x))
 
 
+class PaddedShortcut(nn.Module):
+    """A shortcut without parameters to another shape: option A of He et al. (2016).
+
+    It takes every ``stride``-th pixel in both directions, and appends channels of zeros.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.more = outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+
+    def extra_repr(self) -> str:
+        return f"stride={self.stride}, more={self.more}"
+
+
 def resnet(
     depths: tuple[int, ...],
     *,
     bottlenecks: bool = False,
+    bias: bool = True,
+    padded: bool = False,
     num_classes: int = 10,
     in_channels: int = 3,
     width: int = 64,
     stem: StemKind = "cifar",
 ) -> Network:
-    """A ResNet with ``depths[i]`` blocks of ``width * 2**i`` channels in group i."""
+    """A ResNet with ``depths[i]`` blocks of ``width * 2**i`` channels in group i.
+
+    With ``bottlenecks``, blocks have four times as many channels outside. ``bias`` is that of convolutions. Where the
+    shape changes, shortcuts are 1×1 convolutions, or ``padded`` with zeros.
+    """
     check_shape(depths, width, num_classes, stem)
     make, expansion = (bottleneck, 4) if bottlenecks else (basic, 1)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem(in_channels, width, stem, streams=1))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem(in_channels, width, stem, 1, bias))
     inputs = width
     for group, depth in enumerate(depths):
         inner = width * 2**group
         for block in range(depth):
             stride = 2 if group > 0 and block == 0 else 1
             same = stride == 1 and inputs == expansion * inner
-            shortcut = nn.Identity() if same else projection(inputs, expansion * inner, stride)
-            f = make(inputs, inner, stride, last_relu=False)
+            shortcut: nn.Module = nn.Identity()
+            if not same:
+                shape = inputs, expansion * inner, stride
+                shortcut = PaddedShortcut(*shape) if padded else projection(*shape, bias)
+            f = make(inputs, inner, stride, last_relu=False, bias=bias)
             layers[f"group{group + 1}_block{block}"] = ResidualBlock(f, shortcut)
             inputs = expansion * inner
     layers["head"] = Head(inputs, num_classes)
@@ -65,3 +105,23 @@ def resnet(
 register("resnet18", "ResNet-18, ten layers to cut", resnet, depths=(2, 2, 2, 2))
 register("resnet34", "ResNet-34, eighteen layers to cut", resnet, depths=(3, 4, 6, 3))
 register("resnet50", "ResNet-50, eighteen layers to cut", resnet, depths=(3, 4, 6, 3), bottlenecks=True)
+
+for number, blocks in ((164, 27), (512, 85)):
+    register(
+        f"resnet{number}-basic",
+        f"ResNet-{number} with basic blocks of the Features Replay paper for CIFAR, {3 * blocks + 2} layers to cut",
+        resnet,
+        depths=(blocks, blocks, blocks),
+        width=16,
+        bias=False,
+        padded=True,
+    )
+for number, depths in ((101, (3, 4, 23, 3)), (152, (3, 8, 36, 3))):
+    register(
+        f"resnet{number}-cifar",
+        f"ResNet-{number} with bottlenecks of the Features Replay paper for CIFAR, {sum(depths) + 2} layers to cut",
+        resnet,
+        depths=depths,
+        bottlenecks=True,
+        bias=False,
+    )

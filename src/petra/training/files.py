@@ -10,9 +10,9 @@ from petra.training import checkpoint
 
 FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
-    "vocabulary.json",
+    *("vocabulary.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
 )
-CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY = FILES
+CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE = FILES
 CHECKPOINTS = "checkpoint"
 
 

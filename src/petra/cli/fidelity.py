@@ -1,0 +1,110 @@
+"""`petra fidelity`: a run, and how near its gradients are to those of backprop while it trains."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from petra.cli.options import add_run_options, set_up_device
+from petra.cli.train import configure
+from petra.execution.job import processes
+from petra.measure import Fidelity, Measurement
+from petra.measure.likeness import summarise, table
+from petra.measure.likeness_figure import draw
+from petra.training import checkpoint
+from petra.training.files import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, refuse_to_overwrite, remove_run
+from petra.training.run import Run
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "fidelity",
+        help="train, and compare gradients with those of backprop",
+        description="Trains a network as `petra train` does, and at every N-th update compares, stage by stage, the "
+        "gradient that the method uses with the exact one at the same weights and samples, and with the delayed one: "
+        "cosine, norm ratio and σ (the gradient's part in the exact direction). Training is the same as without it. "
+        "Writes fidelity.jsonl, fidelity.json and fidelity.png into --out, beside what `petra train` writes.",
+        epilog="Example: petra fidelity --recipe digits --method petra --stages 6 --every 10 --out runs/fidelity",
+    )
+    add_run_options(parser, with_method=True)
+    parser.add_argument("--every", type=int, default=50, metavar="N", help="updates between two (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder of the run (default runs/fidelity-MODEL-METHOD)"
+    )
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    existing.add_argument("--overwrite", action="store_true", help="replace the run in --out")
+    parser.add_argument(
+        "--checkpoint-every", type=int, metavar="TICKS", help="also write a checkpoint every so many micro-batches"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train under watch, then print and write means, and draw the figure."""
+    if options.every < 1:
+        raise ValueError(f"--every is {options.every}: give the number of updates, 1 or more")
+    config, folder = configure(options, may_change=("checkpoint_every",), kind="fidelity-")
+    if processes() > 1:
+        raise ValueError(f"{processes()} processes were started: gradients are compared in one process")
+    if not (options.resume or options.overwrite):
+        refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+    device = set_up_device(options)
+    data = config.load_data()
+    if options.overwrite:
+        remove_run(folder)
+    job = Run(
+        config,
+        folder,
+        resume=options.resume,
+        device=device,
+        tensorboard=options.tensorboard,
+        quiet=options.quiet,
+        data=data,
+    )
+    executor = job.trainer.executor
+    rows = _kept(folder / FIDELITY, min(executor.state_dict()["shapes"], default=executor.microbatches))
+    with (folder / FIDELITY).open("w") as file:
+
+        def write(row: dict[str, Any]) -> None:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+
+        def report(measurement: Measurement) -> None:
+            row = measurement.row()
+            row["epoch"] = round((row["microbatch"] + 1) / len(job.train), 4)
+            rows.append(row)
+            write(row)
+
+        for row in rows:
+            write(row)
+        with Fidelity(executor, options.every, report):
+            summary = job()
+    means = summarise(rows)
+    names = ("method", "model", "data", "stages", "order", "staleness", "corrections", "accumulate", "epochs", "seed")
+    told = {name: summary[name] for name in names}
+    checkpoint.write_json(folder / FIDELITY_SUMMARY, {**told, "every": options.every, "means": means})
+    sys.stderr.flush()
+    if not rows:
+        print(f"nothing was measured: the run has fewer than {options.every} updates, so give a smaller --every")
+        return
+    print(table(rows))
+    title = f"{config.model}, {config.method}, {len(summary['stages'])} stages"
+    drawn = draw(rows, folder / FIDELITY_FIGURE, title)
+    how = "" if drawn else "; no figure: pip install 'petra[plots]' and give --resume to draw it"
+    print(f"means of {means[-1]['measurements']} updates of {config.method}; in {folder}{how}")
+
+
+def _kept(path: Path, end: int) -> list[dict[str, Any]]:
+    """What a run that is resumed has measured of micro-batches before ``end``, which had left the pipeline."""
+    if not path.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        return [row for row in found if row["microbatch"] < end]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it and resume again") from error

@@ -1,0 +1,319 @@
+"""How near gradients are to those of backprop, held against plain autograd on copies of the network."""
+
+import copy
+from dataclasses import astuple
+from itertools import product
+from math import sqrt
+
+import pytest
+import torch
+from networks import batches, mixed_network, reversible_network
+from torch import nn
+from torch.nn.functional import cross_entropy
+from trainers import make, same_weights, sgd
+
+from petra import METHODS, Network, models, plain_autograd
+from petra.execution import run_together
+from petra.measure import Fidelity, MemoryProbe
+from petra.measure.likeness import FIGURES, Likeness, summarise, table
+
+EXACT = ("backprop", "reversible", "pareprop", "gpipe", "1f1b")
+LATE = sorted(set(METHODS) - {*EXACT, "dni"})  # exact but for staleness
+
+
+def network(build=mixed_network, dropout=True, **arguments):
+    torch.manual_seed(0)
+    made = build(**arguments).double()
+    for module in made.modules():
+        if isinstance(module, nn.Dropout) and not dropout:
+            module.p = 0.0
+    return made
+
+
+def watched(trainer, ticks, every=1, drain=True):
+    with Fidelity(trainer.executor, every) as fidelity:
+        for x, y in batches(ticks, dtype=torch.float64):
+            trainer.step(x, y)
+        if drain:
+            trainer.drain()
+    return fidelity.measurements
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("method", EXACT)
+def test_exact_methods_are_exact(method, k):
+    """Eight micro-batches are two whole groups of three and one that is closed early."""
+    found = watched(make(network(), method=method, stages=4, accumulate=k), 8)
+    assert [m.update for m in found if m.stage is None] == list(range(1, 9 if k == 1 else 4))
+    assert len(found) == (8 if k == 1 else 3) * 5
+    for measurement in found:
+        for name, figure in measurement.likeness.figures().items():
+            assert figure == pytest.approx(1.0, abs=1e-12), (measurement, name)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("method", LATE)
+def test_without_learning_late_gradients_are_exact_too(method, k):
+    still = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
+    found = watched(make(network(), method=method, stages=4, accumulate=k, **still), 8)
+    assert len(found) == (8 if k == 1 else 3) * 5
+    for measurement in found:
+        for name, figure in measurement.likeness.figures().items():
+            assert figure == pytest.approx(1.0, abs=1e-9), (measurement, name)
+
+
+def gradients(net, x, y):
+    """Plain autograd on a copy."""
+    net = copy.deepcopy(net)
+    with plain_autograd():
+        cross_entropy(net(x), y).backward()
+    return [[p.grad for p in layer.parameters()] for layer in net]
+
+
+def patched(nets, layers):
+    """A network with each layer from another moment."""
+    net = copy.deepcopy(nets[0])
+    for i, (old, layer) in enumerate(zip(nets, layers, strict=True)):
+        net[layer].load_state_dict(old[i].state_dict())
+    return net
+
+
+def mean(lists):
+    return [sum(tensors) / len(tensors) for tensors in zip(*lists, strict=True)]
+
+
+def flat(tensors):
+    return torch.cat([t.flatten() for t in tensors])
+
+
+def ticks(order, stages, m, s):
+    """When micro-batch m goes forward and backward in stage s."""
+    if order is None:  # Features Replay and DDG: the forward is locked, and the backward J-1-s iterations late
+        return m, m + stages - 1 - s
+    n = [(1 if order == "low-staleness" else 2) * (stages - 1 - i) for i in range(stages)]
+    return (2 * m + n[0] - n[s]) // 2, (2 * m + n[0] + n[s]) // 2
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        *product(("petra", "petra-stashed", "checkpointed", "delayed"), ("low-staleness", "lock-step")),
+        *((name, None) for name in ("features-replay", "ddg") if name in METHODS),
+    ],
+)
+def test_stale_gradients_against_brute_force(method, order, k):
+    """Copies of the network of every tick, and the schedule's formula, tell which weights to differentiate at."""
+    stages = layers = 4
+    trainer = make(
+        network(reversible_network, dropout=False, layers=layers - 2),
+        method=method,
+        stages=stages,
+        order=order,
+        accumulate=k,
+    )
+    used = {}
+
+    def keep(tick, action, stage):
+        if action.kind.value == "U" and action.microbatch >= 0:
+            used[stage.index, action.microbatch] = [p.grad.clone() for p in stage.parameters]
+
+    trainer.executor.observers.append(keep)
+    data = list(batches(16, dtype=torch.float64))
+    nets = []
+    with Fidelity(trainer.executor) as fidelity:
+        for x, y in data:
+            nets.append(copy.deepcopy(trainer.network))  # w^t
+            trainer.step(x, y)
+    sums = {}
+    for measurement in fidelity.measurements:
+        s, ms = measurement.stage, measurement.microbatches
+        assert ms == tuple(range((measurement.update - 1) * k, measurement.update * k))
+        if s is None:
+            expected = sums[measurement.update]
+        else:
+            _, now = ticks(order, stages, ms[-1], s)
+            exact = flat(mean([gradients(nets[now], *data[m])[s] for m in ms]))
+            delayed = []
+            for m in ms:
+                met = [nets[ticks(order, stages, m, i)[0]] for i in range(stages)]
+                delayed.append(gradients(patched(met, range(layers)), *data[m])[s])
+            delayed, own = flat(mean(delayed)), flat(used[s, ms[-1]])
+            expected = torch.stack(
+                [own @ own, exact @ exact, delayed @ delayed, own @ exact, own @ delayed, delayed @ exact]
+            )
+            sums[measurement.update] = sums.get(measurement.update, 0) + expected
+        found = measurement.likeness
+        uu, ee, dd, ue, ud, de = expected.tolist()
+        assert astuple(found) == pytest.approx((uu, ee, dd, ue, ud, de), rel=1e-9)
+        figures = found.figures()
+        assert figures["cosine"] == pytest.approx(ue / sqrt(uu * ee), rel=1e-9)
+        assert figures["norm_ratio"] == pytest.approx(sqrt(uu / ee), rel=1e-9)
+        assert figures["sigma"] == pytest.approx(ue / ee, rel=1e-9)
+        assert figures["cosine_to_delayed"] == pytest.approx(ud / sqrt(uu * dd), rel=1e-9)
+        assert figures["norm_ratio_to_delayed"] == pytest.approx(sqrt(uu / dd), rel=1e-9)
+        assert figures["delayed_cosine"] == pytest.approx(de / sqrt(dd * ee), rel=1e-9)
+        assert figures["delayed_norm_ratio"] == pytest.approx(sqrt(dd / ee), rel=1e-9)
+        assert figures["delayed_sigma"] == pytest.approx(de / ee, rel=1e-9)
+        if method in ("delayed", "ddg"):
+            assert figures["cosine_to_delayed"] == pytest.approx(1.0, abs=1e-12)
+    assert [(m.stage, m.microbatches[-1]) for m in fidelity.measurements if m.stage is not None] == list(used)
+    assert sum(m.stage is None for m in fidelity.measurements) == sum(stage == 0 for stage, _ in used)
+    stale = [m.likeness.figures()["cosine"] for m in fidelity.measurements if m.stage == 0]
+    assert max(stale[1:]) < 1 - 1e-6  # there is something to measure
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_watching_changes_nothing(method, k):
+    def train(watch):
+        torch.manual_seed(1)
+        trainer = make(
+            network(),
+            method=method,
+            stages=4,
+            accumulate=k,
+            clip_norm=0.5,
+            loss=lambda y, t: cross_entropy(y + 0.1 * torch.rand_like(y), t),  # draws random numbers, too
+            corrections=("predict", "shrink") if METHODS[method].pipelined else (),
+            scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.9),
+        )
+        with Fidelity(trainer.executor, 2) as fidelity:
+            if not watch:
+                fidelity.__exit__(None, None, None)
+            for x, y in batches(11, dtype=torch.float64):
+                trainer.step(x, y)
+            trainer.drain()
+            if not watch:
+                fidelity.__enter__()
+        assert bool(fidelity.measurements) == watch
+        return trainer, torch.get_rng_state()
+
+    (a, random_a), (b, random_b) = train(False), train(True)
+    assert torch.equal(random_a, random_b)
+    assert same_weights(a.network, b.network)
+    for one, other in zip(a.stages, b.stages, strict=True):
+        for p, q in zip(one.gradients(), other.gradients(), strict=True):
+            assert torch.equal(p, q)
+        states = [
+            [v for state in stage.optimizer.state_dict()["state"].values() for v in state.values()]
+            for stage in (one, other)
+        ]
+        assert len(states[0]) > 0
+        assert all(torch.equal(v, w) for v, w in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("method", ["backprop", "gpipe", *LATE])
+def test_every_so_many_updates_and_nothing_is_left_behind(method):
+    trainer = make(network(), method=method, stages=3, accumulate=2)
+    fidelity = Fidelity(trainer.executor, every=3)
+    data = list(batches(13, dtype=torch.float64))
+    with fidelity:
+        for part in (data, data[:4], data[:7]):  # 7, 2 and 4 updates
+            for x, y in part:
+                trainer.step(x, y)
+            trainer.drain()
+    assert [m.update for m in fidelity.measurements if m.stage is None] == [3, 6, 9, 12]
+    assert [m.microbatches for m in fidelity.measurements if m.stage is None] == [(4, 5), (10, 11), (15, 16), (21, 22)]
+    for left in (fidelity._samples, fidelity._weights, fidelity._due):
+        assert not left
+    assert not any(fidelity._pending.values())
+    assert not trainer.executor.observers
+    assert not trainer.executor.announcements
+
+
+@pytest.mark.parametrize("method", ["gpipe", *LATE])
+def test_opened_in_flight_it_measures_what_is_read_from_then_on(method):
+    rows = []
+    for late in (False, True):
+        trainer = make(network(), method=method, stages=4, accumulate=2)
+        data = list(batches(20, dtype=torch.float64))
+        fidelity = Fidelity(trainer.executor)
+        if not late:
+            fidelity.__enter__()
+        for i, (x, y) in enumerate(data):
+            if late and i == 7:
+                fidelity.__enter__()
+            trainer.step(x, y)
+        trainer.drain()
+        rows.append([m for m in fidelity.measurements if m.microbatches[0] >= 8])
+        assert late == (len(rows[-1]) == len(fidelity.measurements))
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 6 * 5
+
+
+def test_stages_and_parameters_that_are_not_trained():
+    torch.manual_seed(0)
+    net = models.create("irevnet18", depths=(1, 1), width=4, in_channels=2, num_classes=4).double()
+    net[-1].fc.bias.requires_grad_(False)
+    trainer = make(net, method="petra", stages=len(net))
+    found = watched(trainer, 12)
+    measured = {m.stage for m in found} - {None}
+    assert measured == {s.index for s in trainer.stages if s.parameters} < set(range(len(net)))
+    assert sum(m.stage is None for m in found) == 12
+
+
+def test_the_memory_of_a_measured_tick_is_that_of_any_other():
+    peaks = []
+    for every in (1, 1000):
+        trainer = make(network(), method="petra", stages=4)
+        with Fidelity(trainer.executor, every):
+            for x, y in batches(8, dtype=torch.float64):
+                with MemoryProbe(trainer.executor) as probe:
+                    trainer.step(x, y)
+            peaks.append((probe.stages, probe.activation_peak))
+    assert peaks[0] == peaks[1]
+
+
+def test_clipping_does_not_count_as_distance():
+    found = watched(make(network(), method="backprop", stages=2, clip_norm=1e-3), 2)
+    assert all(m.likeness.figures()["norm_ratio"] == pytest.approx(1.0, abs=1e-12) for m in found)
+
+
+def test_bad_requests():
+    trainer = make(network())
+    with pytest.raises(ValueError, match="every is 0"):
+        Fidelity(trainer.executor, 0)
+
+    def on_a_rank(transport):
+        with pytest.raises(ValueError, match="in one process"):
+            Fidelity(make(network(), stages=2, transport=transport).executor)
+        return True
+
+    assert run_together(on_a_rank, ranks=2) == [True, True]
+
+
+def test_figures_of_gradients_that_are_known():
+    used, exact, delayed = (torch.tensor(v) for v in ([3.0, 4.0], [0.0, 2.0], [1.0, 0.0]))
+    figures = Likeness.of([(used, exact, delayed)]).figures()
+    assert tuple(figures) == FIGURES
+    assert figures == pytest.approx(
+        {
+            "cosine": 0.8,
+            "norm_ratio": 2.5,
+            "sigma": 2.0,
+            "cosine_to_delayed": 0.6,
+            "norm_ratio_to_delayed": 5.0,
+            "delayed_cosine": 0.0,
+            "delayed_norm_ratio": 0.5,
+            "delayed_sigma": 0.0,
+        }
+    )
+    nothing = Likeness.of([(used, torch.zeros(2), torch.full((2,), torch.inf))]).figures()
+    assert set(nothing.values()) == {None}
+    rows = [{"update": u, "stage": s, **figures, "sigma": u} for u in (1, 2) for s in ("all", 1, 0)]
+    means = summarise([*rows, {"update": 3, "stage": 0, **nothing}])
+    assert [row["stage"] for row in means] == [0, 1, "all"]
+    assert [row["measurements"] for row in means] == [3, 2, 2]
+    assert means[0]["sigma"] == 1.5
+    assert means[0]["lowest_sigma"] == 1
+    assert " ".join(table(rows).splitlines()[2].split()) == "0 0.8000 2.5000 1.5000 1.0000 0.6000 5.0000 0.0000 0.5000"
+
+
+def test_a_loss_with_a_weight_and_a_network_of_one_layer():
+    net = Network(nn.Sequential(nn.Flatten(), nn.Linear(32, 4)))
+    trainer = make(net, method="petra", optimizer=sgd)
+    with Fidelity(trainer.executor) as fidelity:
+        for x, y in batches(3):
+            trainer.step(x, y, weight=0.5)
+    assert [m.likeness.figures()["norm_ratio"] for m in fidelity.measurements] == pytest.approx([1.0] * 6)
