@@ -147,6 +147,56 @@ class Sequential(Order):
         return fed
 
 
+class LockedForward(Order):
+    """All stages go forward with a micro-batch, one after the other; then all go backward at once.
+
+    Features Replay, Alg. 1: in iteration t stage s goes backward with micro-batch t - (J-1-s), with the gradient that
+    the stage above has found in iteration t-1. Each stage does the same in the same order as in `low_staleness`,
+    but for one thing: features before the first micro-batch are zero, and so are their gradients, so that in its
+    first J-1-s iterations stage s updates with gradients of zero.
+    """
+
+    name = "locked-forward"
+
+    def tick(self, index: int, fed: int) -> Tick:
+        up = [(Action(stage, Kind.FORWARD, index),) for stage in range(self.stages)] if index < fed else []
+        down: list[Action] = []
+        for stage in range(self.stages):
+            microbatch = index - self.staleness(stage)
+            if microbatch < fed:
+                actions = self._backward(stage, microbatch)
+                down.extend(actions if microbatch >= 0 else actions[1:])
+        return (*up, tuple(down)) if down else tuple(up)
+
+    def ticks(self, fed: int) -> int:
+        return fed + self.stages - 1 if fed else 0
+
+    def staleness(self, stage: int) -> int:
+        return self.stages - 1 - stage
+
+
+class Decoupled(Order):
+    """Each stage goes backward and updates at once after its forward, with a gradient that it predicts (DNI).
+
+    The gradient that the stage above finds at its input comes back later in the same tick, to learn from.
+    """
+
+    name = "decoupled"
+
+    def tick(self, index: int, fed: int) -> Tick:
+        if index >= fed:
+            return ()
+        phases: list[list[Action]] = [[] for _ in range(self.stages + 1)]
+        for stage in range(self.stages):
+            phases[stage] += [Action(stage, Kind.FORWARD, index), *self._backward(stage, index)]
+            if stage < self.stages - 1:
+                phases[stage + 2].append(Action(stage, Kind.LEARN, index))
+        return tuple(tuple(phase) for phase in phases if phase)
+
+    def ticks(self, fed: int) -> int:
+        return fed
+
+
 class Flush(Order):
     """Synchronous pipelines: groups of ``accumulate`` micro-batches, then an update while all wait.
 
