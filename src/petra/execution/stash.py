@@ -44,7 +44,10 @@ class WeightStash:
     def before_update(self) -> None:
         """The current weights are about to change."""
         if (self._version, 0) in self._needed.values():
-            self.copies[self._version, 0] = [p.detach().clone() for p in self._parameters]
+            # Graphs may point into the old memory, so that is what is kept, and the weights move.
+            self.copies[self._version, 0] = [p.data for p in self._parameters]
+            for parameter in self._parameters:
+                parameter.data = parameter.data.clone()
         self._version += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -54,6 +54,10 @@ class Order(ABC):
         """τ of the stage in steady state: the ticks between a forward and its backward."""
         return 0
 
+    def blank_updates(self, stage: int) -> int:
+        """How many updates of the stage come before the first backward of all, with gradients of zero."""
+        return 0
+
     def _backward(self, stage: int, microbatch: int) -> list[Action]:
         """A backward, and the update that every k-th backward of a stage brings (Alg. 1, line 20)."""
         actions = [Action(stage, Kind.BACKWARD, microbatch)]
@@ -173,6 +177,9 @@ class LockedForward(Order):
 
     def staleness(self, stage: int) -> int:
         return self.stages - 1 - stage
+
+    def blank_updates(self, stage: int) -> int:
+        return ceil(self.staleness(stage) / self.accumulate)
 
 
 class Decoupled(Order):
