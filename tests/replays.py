@@ -167,7 +167,7 @@ def synthesizer(features, seed, above):
     return network
 
 
-def dni(modules, batches, loss, make_optimizer, make_scheduler, seed, lr=1e-4):
+def dni(modules, batches, loss, make_optimizer, make_scheduler, seed, lr=1e-5):
     """Every module but the last goes backward with a synthetic gradient, which is then compared with its module's."""
     K = len(modules)
     optimizers = [make_optimizer(list(module.parameters())) for module in modules]

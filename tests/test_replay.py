@@ -47,7 +47,11 @@ def conv_network():
 def reversible_network():
     f = [residual(3, dropout=0.0) for _ in range(4)]
     return Network(
-        Split(2, 3), ReversibleBlock(f[0], f[1]), ReversibleResidual(f[2]), ReversibleResidual(f[3]), Classify(3, 4).eval()
+        Split(2, 3),
+        ReversibleBlock(f[0], f[1]),
+        ReversibleResidual(f[2]),
+        ReversibleResidual(f[3]),
+        Classify(3, 4).eval(),
     )
 
 
@@ -182,7 +186,9 @@ def test_petra_takes_the_order_of_features_replay_and_keeps_no_history():
     network = reversible_network()
     kept = {}
     for method in ("features-replay", "petra"):
-        trainer = make(copy.deepcopy(network), method=method, stages=5, order="locked-forward" if method == "petra" else None)
+        trainer = make(
+            copy.deepcopy(network), method=method, stages=5, order="locked-forward" if method == "petra" else None
+        )
         for x, y in images(9, 4):
             trainer.step(x, y)
         kept[method] = [len(k.inputs) for k in (Kept for stage in trainer.stages for Kept in stage.kept.values())]

@@ -19,8 +19,12 @@ class DNI(Backprop):
     summary = "each stage goes backward at once, with a gradient that it predicts (DNI)"
     keeps = "graph, and a synthesizer of gradients"
 
+    def __init__(self, learning_rate: float = 1e-5) -> None:
+        self.learning_rate = learning_rate
+        """Of the synthesizers' own optimizer, Adam."""
+
     def order(self, stages: int, accumulate: int) -> Order:
         return Decoupled(stages, accumulate)
 
     def synthesizer(self, chain: Chain) -> Synthesizer:
-        return Synthesizer(chain.layers, chain.stop, chain.settings.seed)
+        return Synthesizer(chain.layers, chain.stop, chain.settings.seed, self.learning_rate)

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from petra.reversible.randomness import derived_seed, forked, seed_generators
 from petra.reversible.streams import Gradients, Streams
 
-LEARNING_RATE = 1e-4
-"""Of Adam, which does not mind how small gradients are."""
-
 
 class Synthesizer:
     """M with M(h) ≈ ∂loss/∂h for the outputs h of a stage, and Adam, which makes ‖M(h) - δ‖² small.
@@ -24,12 +21,12 @@ class Synthesizer:
     begins with zeros, as gradients then do. The network is made when the first features come.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], above: int, seed: int) -> None:
+    def __init__(self, layers: Iterable[nn.Module], above: int, seed: int, learning_rate: float) -> None:
         self.above = above
         """The layer that takes the features, by which the synthesizer is known wherever else the network is cut."""
         self.network: nn.Sequential | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        self._seed = seed
+        self._seed, self._learning_rate = seed, learning_rate
         # With channels last, maps look like others. Those who have them normalise over channels.
         self._tokens = any(isinstance(m, nn.LayerNorm) for layer in layers for m in layer.modules())
         self._predicted: Gradients = ()
@@ -115,7 +112,7 @@ class Synthesizer:
             for parameter in last.parameters():
                 nn.init.zeros_(parameter)
         self.network = nn.Sequential(*layers, last).to(device, dtype)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=self._learning_rate)
 
 
 def _fit(features: list[Tensor], maps: bool, tokens: bool) -> bool:
