@@ -174,7 +174,7 @@ def test_replicas_of_a_synthesizer_stay_the_same():
         trainer = make(conv_network(), method="dni", stages=2, transport=transport)
         for x, y in images(4):
             trainer.step(x + transport.place.replica, y)
-        return [v for v in trainer.stages[0].synthesizer.network.state_dict().values()]
+        return list(trainer.stages[0].synthesizer.network.state_dict().values())
 
     one, other = run_together(work, 1, 2)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -19,7 +19,8 @@ def add_to(commands: Any) -> None:
         "schedule",
         help="draw a schedule",
         description="Draws what every stage does in every tick: F3 is the forward of micro-batch 3, B3 its backward, "
-        "U an update (without a B: of zero features), L3 a synthesizer that learns. Columns are moments in which the stages shown at work can work at the same time.",
+        "U an update (before the first B: with zero), L3 a synthesizer that learns. Columns are moments in which the "
+        "stages shown at work can work at the same time.",
         epilog="Example: petra schedule --stages 4 --microbatches 6 --order lock-step",
     )
     parser.add_argument("--stages", type=int, default=4, help="default %(default)s")

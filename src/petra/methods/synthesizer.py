@@ -47,7 +47,7 @@ class Synthesizer:
         assert self.network is not None
         with torch.enable_grad():
             joined: Tensor = self.network(features)
-            parts = iter(joined.split([x.shape[_channels(maps)] for x in floating], _channels(maps)))
+            parts = iter(torch.split(joined, [x.shape[_channels(maps)] for x in floating], _channels(maps)))
         self._predicted = tuple(next(parts) if x.is_floating_point() else None for x in streams)
         return tuple(None if part is None else part.detach() for part in self._predicted)
 

@@ -23,8 +23,9 @@ def check(schedule: Schedule, staleness: Sequence[int] | None = None) -> None:
     """Raise `ScheduleError` unless the schedule can be carried out and loses nothing.
 
     Each micro-batch goes forward and backward exactly once on every stage, in order, and enters exactly one
-    update there; where gradients are predicted, every stage but the last learns from each once; every message is sent in an earlier phase than it is used in; no worker waits for ever;
-    and, if given, the ticks between forward and backward on each stage are those of ``staleness``.
+    update there; where gradients are predicted, every stage but the last learns from each once; every message is
+    sent in an earlier phase than it is used in; no worker waits for ever; and, if given, the ticks between forward
+    and backward on each stage are those of ``staleness``.
     """
     _check_messages(schedule)
     _check_programs(schedule)

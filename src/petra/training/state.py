@@ -46,9 +46,9 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
     """Take up the states of stages that were cut differently, and drained, so that nothing is in flight."""
     saved = list(saved)
     stage.updates = max(state["updates"] for state in saved)
-    for state in saved:  # of a stage that ended where this one does; where none did, a new one begins
-        found = state["synthesizer"] if stage.synthesizer is not None else None
-        if found is not None and found["above"] == stage.synthesizer.above:
+    if stage.synthesizer is not None:  # where no stage ended before, a new one begins
+        synthesizers = [state["synthesizer"] for state in saved if state["synthesizer"] is not None]
+        for found in (one for one in synthesizers if one["above"] == stage.synthesizer.above):
             stage.synthesizer.load_state_dict(found)
     if stage.optimizer is None:
         return
