@@ -180,6 +180,18 @@ def test_what_they_have_in_common_with_pipelined_methods(k):
     assert not same_weights(weights["features-replay"], weights["pipelined"])  # weight decay before the first gradient
 
 
+def test_a_graph_of_predicted_weights_outlives_the_prediction():
+    torch.manual_seed(0)
+    network, weights = conv_network(), []
+    for method, order in (("ddg", None), ("delayed", "locked-forward")):
+        trainer = make(copy.deepcopy(network), method=method, stages=4, order=order, corrections=["predict"])
+        for x, y in images(8):
+            trainer.step(x, y)
+        trainer.drain()
+        weights.append(trainer.network)
+    assert same_weights(*weights)
+
+
 def test_petra_takes_the_order_of_features_replay_and_keeps_no_history():
     """The variant for reversible modules: inputs are reconstructed from what the module above sends down."""
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ class Method(ABC):
     stale: ClassVar[bool] = True
     """Whether there are updates between a forward and its backward."""
     pipelined: ClassVar[bool] = True
-    """Whether stages work on different micro-batches, so that there are several orders to choose from."""
+    """Whether stages work on different micro-batches at any time, so that there are several orders to choose from."""
 
     @abstractmethod
     def order(self, stages: int, accumulate: int) -> Order:
