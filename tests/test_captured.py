@@ -84,13 +84,13 @@ def test_replayed_ticks_are_ordinary_ticks(method, order, accumulate):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("method", ["backprop", "reversible", "pareprop"])
+@pytest.mark.parametrize("method", ["backprop", "reversible", "pareprop", "features-replay"])
 def test_methods_without_a_pipeline(method, accumulate):
     trainers = pair(method=method, accumulate=accumulate)
-    for x, y in data(16):
+    for x, y in data(20):
         step(trainers, x, y)
         assert_same(*trainers)
-    assert trainers[1].executor.replayed >= 16 - 4 * accumulate
+    assert trainers[1].executor.replayed >= 17 - 4 * accumulate - 4 * (method == "features-replay")
 
 
 @pytest.mark.parametrize("order", ["lock-step", "low-staleness", (7, 4, 2, 0)], ids=str)
@@ -203,6 +203,8 @@ def test_a_loss_that_is_not_a_number_is_found_a_little_later():
     [
         ({"method": "delayed", "accumulate": 2}, "stashed weights"),
         ({"method": "gpipe", "accumulate": 2}, "empties the pipeline"),
+        ({"method": "ddg"}, "keeps graphs"),
+        ({"method": "dni"}, "synthesizers"),
         ({"method": "delayed", "corrections": ["predict"]}, "predicted weights"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "not fused"),
     ],

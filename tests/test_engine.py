@@ -31,7 +31,7 @@ def probes(count):
 
 
 @given(
-    method=st.sampled_from(sorted(METHODS)),
+    method=st.sampled_from(sorted(METHODS.keys() - {"dni"})),  # whose gradients are predicted
     stages=st.integers(1, 5),
     k=st.integers(1, 4),
     runs=st.lists(st.integers(1, 9), min_size=1, max_size=3),

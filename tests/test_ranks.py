@@ -24,6 +24,9 @@ CASES = [
         ("reversible", {}),
         ("gpipe", {}),
         ("1f1b", {}),
+        ("features-replay", {}),
+        ("ddg", {}),
+        ("dni", {}),
     ]
 ]
 CASES.append({"options": {"method": "petra", "stages": 4, "message_dtype": "bf16"}})

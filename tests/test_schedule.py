@@ -5,8 +5,10 @@ from hypothesis import strategies as st
 from petra.schedule import (
     Action,
     Deadlock,
+    Decoupled,
     GPipe,
     Kind,
+    LockedForward,
     OneForwardOneBackward,
     Pipelined,
     Schedule,
@@ -22,6 +24,7 @@ from petra.schedule import (
 small = st.integers(1, 6)
 orders = st.one_of(
     *(st.builds(make, small, small) for make in (lock_step, low_staleness, Sequential, GPipe, OneForwardOneBackward)),
+    *(st.builds(make, small, small) for make in (LockedForward, Decoupled)),
     st.builds(low_staleness, small, small, st.floats(0, 2)),
     st.builds(  # any numbers in flight that fall from stage to stage
         lambda steps, k: Pipelined([sum(steps[i:]) for i in range(len(steps) + 1)], k),
@@ -38,7 +41,7 @@ def test_every_order_is_sound_and_loses_nothing(order, microbatches):
     for program in schedule.programs:
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             assert [a.microbatch for a in program if a.kind is kind] == list(range(microbatches))
-        updates = [a.microbatch for a in program if a.kind is Kind.UPDATE]
+        updates = [a.microbatch for a in program if a.kind is Kind.UPDATE and a.microbatch >= 0]
         assert len(updates) == -(-microbatches // order.accumulate)
         assert updates[-1] == microbatches - 1
 
@@ -129,6 +132,9 @@ def test_one_forward_one_backward_literally():
         ("stages 1\n0: 0F0 0F1 0B0 0U0", "stage 0 does 2 forwards and 1 backwards of 2 micro-batches"),
         ("stages 1\n0: 0F0 0U0 0B0 0U0", "0U0 is done twice"),
         ("stages 1\n0: 1F0", "1F0 names a stage beyond the 1"),
+        ("stages 1\n0: 0F0 0B0 0U-1", "0U-1 is of zero features, but comes after a backward"),
+        ("stages 2\n0: 0F0 0B0 0U0 0L0 | 1F0 1B0 1U0", "0L0 uses the message of 1B0 before it is sent"),
+        ("stages 2\n0: 0F0 0B0 0U0 | 1F0 1B0 1U0 1L0", "stage 0 learns from 0 of 1 micro-batches"),
     ],
 )
 def test_broken_schedules_are_refused_with_the_cell_marked(text, problem):
@@ -147,7 +153,7 @@ def test_deadlock_is_found_and_explained():
         lay_out([[Action.parse(text) for text in program] for program in programs])
 
 
-@pytest.mark.parametrize("text", ["", "F0", "0X0", "0F", "-1F0"])
+@pytest.mark.parametrize("text", ["", "F0", "0X0", "0F", "-1F0", "0F-1", "0L-1"])
 def test_bad_actions(text):
     with pytest.raises(ValueError, match="is not an action"):
         Action.parse(text)
@@ -172,3 +178,29 @@ def test_bad_sizes():
         lock_step(2, 0)
     with pytest.raises(ValueError, match="latency is -1"):
         low_staleness(2, latency=-1)
+
+
+def test_locked_forward_literally():
+    """Features Replay, Alg. 1; the updates without a backward are those with gradients of zero."""
+    assert draw(Schedule.of(LockedForward(3), 2)) == (
+        "tick     0                 1                 2     3\n"
+        "stage 0  F0  .   .   U     F1  .   .   U     B0 U  B1 U\n"
+        "stage 1  .   F0  .   U     .   F1  .   B0 U  B1 U  .\n"
+        "stage 2  .   .   F0  B0 U  .   .   F1  B1 U  .     ."
+    )
+
+
+def test_decoupled_literally():
+    text = str(Schedule.of(Decoupled(3, accumulate=2), 2))
+    assert text == (
+        "stages 3\n0: 0F0 0B0 | 1F0 1B0 | 0L0 2F0 2B0 | 1L0\n1: 0F1 0B1 0U1 | 1F1 1B1 1U1 | 0L1 2F1 2B1 2U1 | 1L1"
+    )
+
+
+@given(small, small, st.integers(1, 12))
+def test_locked_forward_is_low_staleness_but_for_when_and_for_zero_features(stages, k, microbatches):
+    """Stage by stage the same actions in the same order: they train alike."""
+    ours, theirs = (Schedule.of(make(stages, k), microbatches) for make in (LockedForward, low_staleness))
+    blank = [[a.microbatch for a in program if a.microbatch < 0] for program in ours.programs]
+    assert [[a for a in program if a.microbatch >= 0] for program in ours.programs] == theirs.programs
+    assert blank == [[m for m in range(-n, 0) if (m + 1) % k == 0] for n in range(stages - 1, -1, -1)]

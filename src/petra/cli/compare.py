@@ -39,7 +39,10 @@ def run(options: argparse.Namespace) -> None:
     names = list(dict.fromkeys(options.methods))
     configs = []
     for name in names:
-        others = {} if methods.find(name).pipelined else {"order": None, "corrections": ()}
+        method = methods.find(name)
+        others: dict[str, Any] = {} if method.pipelined else {"order": None}
+        if not method.stale:
+            others["corrections"] = ()
         configs.append(RunConfig.from_options(options.recipe, {**asked, "method": name, **others}))
         configs[-1].validate()
         if not options.overwrite:

@@ -111,7 +111,8 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
         "--order",
         type=order_option,
         metavar="NAME",
-        help="low-staleness (default), lock-step (the paper's), or micro-batches in flight of each stage like 6,4,2,0",
+        help="of pipelined methods: low-staleness (default), lock-step (PETRA's paper), locked-forward (that of "
+        "Features Replay), or micro-batches in flight of each stage like 6,4,2,0",
     )
     how.add_argument(
         "--correct",

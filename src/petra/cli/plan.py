@@ -44,7 +44,10 @@ def add_to(commands: Any) -> None:
     )
     how.add_argument("--method", default="petra", metavar="NAME", help=f"one of {', '.join(METHODS)} (default petra)")
     how.add_argument(
-        "--order", type=order_option, metavar="NAME", help="low-staleness, lock-step, or numbers in flight"
+        "--order",
+        type=order_option,
+        metavar="NAME",
+        help="low-staleness, lock-step, locked-forward, or numbers in flight",
     )
     how.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches per update (default 1)")
     how.add_argument("--memory-limit", type=float, metavar="MiB", help="most that a rank may hold (default: no limit)")

@@ -19,7 +19,8 @@ def add_to(commands: Any) -> None:
         "schedule",
         help="draw a schedule",
         description="Draws what every stage does in every tick: F3 is the forward of micro-batch 3, B3 its backward, "
-        "U an update. Columns are moments in which the stages shown at work can work at the same time.",
+        "U an update (before the first B: with zero), L3 a synthesizer that learns. Columns are moments in which the "
+        "stages shown at work can work at the same time.",
         epilog="Example: petra schedule --stages 4 --microbatches 6 --order lock-step",
     )
     parser.add_argument("--stages", type=int, default=4, help="default %(default)s")
@@ -27,7 +28,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches per update (default 1)")
     parser.add_argument("--method", default="petra", metavar="NAME", help=f"one of {', '.join(METHODS)}")
     parser.add_argument(
-        "--order", type=order_option, help="low-staleness, lock-step, or numbers in flight like 6,4,2,0"
+        "--order", type=order_option, help="low-staleness, lock-step, locked-forward, or numbers in flight like 6,4,2,0"
     )
     parser.add_argument("--text", action="store_true", help="print actions instead, a line a tick")
     parser.set_defaults(run=run)

@@ -18,7 +18,8 @@ class Corrected:
 
     With an update every k = ``accumulate`` backwards, floor(m/k) updates precede the backward of micro-batch m, and
     floor((m-n)/k) its forward once the pipeline is full. Their difference is the *delay* d of the micro-batch, which
-    is n/k rounded down or up; its mean over k in a row is exactly τ = n/k.
+    is n/k rounded down or up; its mean over k in a row is exactly τ = n/k. ``blank`` updates come before the first
+    backward.
     """
 
     def __init__(
@@ -28,12 +29,14 @@ class Corrected:
         optimizer: torch.optim.Optimizer,
         in_flight: int,
         accumulate: int,
+        blank: int = 0,
     ) -> None:
         assert in_flight > 0
         self.corrections = list(corrections)
         self.site = Site(parameters, optimizer, in_flight / accumulate)
         self._accumulate = accumulate
         self._began: dict[int, int] = {}  # micro-batch in flight -> updates before its forward
+        self._blank = blank  # updates with gradients of zero that are still to come
         self.set_rate()
 
     def before_forward(self, microbatch: int, accumulated: int) -> tuple[int, Weights | None]:
@@ -42,7 +45,7 @@ class Corrected:
         ``accumulated`` is how many backwards there have been since the last update. Those of the micro-batches in
         flight come before that of this one, and every k-th of all these brings an update.
         """
-        delay = (accumulated + len(self._began)) // self._accumulate
+        delay = (accumulated + len(self._began)) // self._accumulate + self._blank
         self._began[microbatch] = self.site.updates
         return delay, self._only(c.forward_weights(self.site, delay) for c in self.corrections if delay)
 
@@ -50,6 +53,10 @@ class Corrected:
         """The weights of the backward, None for the current ones."""
         delay = self.site.updates - self._began.pop(microbatch)
         return self._only(c.backward_weights(self.site, delay) for c in self.corrections if delay)
+
+    def skip(self) -> None:
+        """The next update is one with gradients of zero, before the first backward."""
+        self._blank = max(0, self._blank - 1)
 
     def change_gradients(self) -> None:
         """Before gradients are clipped."""
@@ -88,12 +95,12 @@ class Corrected:
     def state_dict(self) -> dict[str, Any]:
         """What is kept, with parameters themselves as keys."""
         state = {p: dict(values) for p, values in self.site.state.items()}
-        return {"state": state, "began": dict(self._began)}
+        return {"state": state, "began": dict(self._began), "blank": self._blank}
 
     def load_state_dict(self, state: dict[str, Any], updates: int) -> None:
         """Take up what `state_dict` gave after so many updates."""
         self.site.state = {p: {k: v.clone() for k, v in values.items()} for p, values in state["state"].items()}
-        self._began = dict(state["began"])
+        self._began, self._blank = dict(state["began"]), state.get("blank", 0)
         self.site.updates = updates
         self.set_rate()
 

@@ -24,7 +24,7 @@ def rate_of(group: dict[str, Any], factor: float = 1.0) -> float | Tensor:
 @contextmanager
 def rates(optimizer: torch.optim.Optimizer, factor: float = 1.0) -> Iterator[None]:
     """Inside, the optimizer has the learning rates of `rate_of`."""
-    kept = [(group, group["lr"]) for group in optimizer.param_groups]
+    kept = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     try:
         for group, _ in kept:
             group["lr"] = rate_of(group, factor)

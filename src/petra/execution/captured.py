@@ -283,6 +283,10 @@ def _refusal(stage: Stage) -> str | None:
     """Why the ticks of a stage cannot be recorded."""
     if stage.corrected is not None and stage.stash is not None:
         return "predicted weights are stashed"
+    if stage.method.keeps_graphs:
+        return f"{stage.method.name} keeps graphs from one tick to the next"
+    if stage.synthesizer is not None:
+        return "synthesizers learn within a tick, which is not recorded"
     if stage.average is not None:
         return "replicas average their gradients"
     for group in stage.optimizer.param_groups if stage.optimizer is not None else ():

@@ -22,7 +22,7 @@ Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 Clock = Callable[[int, Action, float, float, float], None]
 
 
-_WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+_WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Kind.LEARN: "learning"}
 
 
 class LocalExecutor:
@@ -122,6 +122,8 @@ class LocalExecutor:
             announce(self._start, tick)
         for phase in tick:
             for action in phase:
+                if action.microbatch < 0 and self._start > 0:
+                    continue  # zero features come before the first micro-batch of all, not of every filling
                 if action.stage in self._owned:
                     finished += self._act(action)
                 else:
@@ -149,11 +151,15 @@ class LocalExecutor:
             else:
                 self._send_up(action, outputs)
         elif action.kind is Kind.BACKWARD:
-            above = None if stage.last else self._take_down(stage.index, microbatch)
+            above = None if stage.predicts else self._take_down(stage.index, microbatch)
             began = self._now()
             message = stage.backward(microbatch, above)
             if stage.index > 0:
                 self._send_down(action, message)
+        elif action.kind is Kind.LEARN:
+            above = self._take_down(stage.index, microbatch)
+            began = self._now()
+            stage.learn(above)
         else:
             stage.update()
         self.acting = None

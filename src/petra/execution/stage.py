@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from petra.corrections import Corrected, rates
 from petra.execution.stash import WeightStash
-from petra.methods import BackwardMessage, Chain, Kept, Method
+from petra.methods import BackwardMessage, Chain, Kept, Method, Synthesizer
 from petra.reversible.gradients import ParameterGradients, vjp
 from petra.reversible.streams import Gradients, Streams, dense, leaves, single, storage_id
 
@@ -69,6 +69,7 @@ class Stage:
         message_dtype: torch.dtype | None = None,
         average: Callable[[Sequence[Tensor]], None] | None = None,
         corrected: Corrected | None = None,
+        synthesizer: Synthesizer | None = None,
     ) -> None:
         self.index = index
         self.last = index == count - 1
@@ -88,14 +89,21 @@ class Stage:
         """Replaces tensors by their mean over the replicas of this stage."""
         self.corrected = corrected
         """What is done about staleness."""
+        self.synthesizer = synthesizer
+        """What predicts the gradient, if the stage does not wait for it."""
         self.kept: dict[int, Kept] = {}
-        self.stash = WeightStash(self.parameters) if method.stashes_weights else None
+        self.stash = WeightStash(self.parameters, method.keeps_graphs) if method.stashes_weights else None
         self.updates = 0
         self.accumulated = 0
         """Backwards since the last update."""
         self.recording = False
         """Whether what is done now will be repeated without the host: it may not read numbers or change its own."""
-        self._from_loss: dict[int, BackwardMessage] = {}
+        self._above: dict[int, BackwardMessage] = {}  # gradients of the loss, or predicted
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the backward needs no message: gradients come from the loss or from a prediction."""
+        return self.last or self.synthesizer is not None
 
     def forward(self, microbatch: int, inputs: Streams) -> Streams:
         """Outputs of the stage; what its backward will need is kept."""
@@ -108,6 +116,8 @@ class Stage:
         if self.stash is not None:
             self.stash.keep(microbatch, delay, weights)
         outputs = tuple(dense(y) for y in outputs)
+        if self.synthesizer is not None:
+            self._above[microbatch] = BackwardMessage(None, self.synthesizer.predict(outputs))
         return outputs if self.last else self._packed(outputs)
 
     def finish(self, microbatch: int, outputs: Streams, targets: Any, weight: float = 1.0) -> Finished:
@@ -120,13 +130,13 @@ class Stage:
             check_finite(loss.detach(), microbatch, self.index, "no weight was updated with it")
         gradients = vjp((loss,), leaf, [], (torch.full_like(loss, weight),)).gradients
         streams = outputs if self.needs_outputs else None
-        self._from_loss[microbatch] = BackwardMessage(streams, gradients)
+        self._above[microbatch] = BackwardMessage(streams, gradients)
         return Finished(microbatch, loss.detach(), single(outputs), targets, weight)
 
     def backward(self, microbatch: int, message: BackwardMessage | None) -> BackwardMessage:
         """Take the message from above back to the stage's inputs; gradients of parameters are added up."""
         if message is None:
-            message = self._from_loss.pop(microbatch)
+            message = self._above.pop(microbatch)
         elif self.message_dtype is not None:
             streams = None if message.streams is None else self._unpacked(message.streams)
             message = BackwardMessage(streams, self._unpacked(message.gradients))
@@ -139,6 +149,11 @@ class Stage:
         self._accumulate(parameters, (*message.gradients, *gradients))
         below = self._packed(tuple(dense(x) for x in inputs)) if self.sends_streams else None
         return BackwardMessage(below, self._packed(tuple(None if g is None else dense(g) for g in gradients)))
+
+    def learn(self, message: BackwardMessage) -> None:
+        """The gradient of the outputs has come from above after all: learn to predict it."""
+        assert self.synthesizer is not None
+        self.synthesizer.learn(self._unpacked(message.gradients), self.average)
 
     def _packed(self, tensors: tuple[T, ...]) -> tuple[T, ...]:
         """As they travel."""
@@ -173,7 +188,12 @@ class Stage:
 
         Gradients stay readable until the next backward.
         """
-        if self.accumulated > 1:
+        if self.accumulated == 0:  # zero features (Features Replay, Section 3.2) have a gradient of zero
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            if self.corrected is not None:
+                self.corrected.skip()
+        elif self.accumulated > 1:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad / self.accumulated
@@ -242,15 +262,15 @@ class Stage:
             "gradients": [g for g in self.gradients() if g is not None],
             "stashed weights": [w for copy in self.stash.copies.values() for w in copy] if self.stash else [],
             "inputs": [x for kept in self.kept.values() for streams in kept.inputs for x in streams],
-            "graph": [x for kept in self.kept.values() if kept.tape is not None for x in kept.tape.inputs],
+            "graph": [x for kept in self.kept.values() if kept.tape is not None for x in kept.tape.tensors()],
+            "synthesizer": self.synthesizer.tensors() if self.synthesizer is not None else [],
         }
 
     def in_flight(self) -> dict[str, Any]:
         """What belongs to micro-batches between two ticks: what is kept of them, and gradients being added up."""
-        assert not self._from_loss
-        assert all(kept.tape is None for kept in self.kept.values())
+        assert not self._above
         return {
-            "kept": {microbatch: kept.inputs for microbatch, kept in self.kept.items()},
+            "kept": {microbatch: _savable(kept) for microbatch, kept in self.kept.items()},
             "gradients": self.gradients(),
             "accumulated": self.accumulated,
         }
@@ -258,7 +278,15 @@ class Stage:
     def load_in_flight(self, state: dict[str, Any]) -> None:
         """Take up what `in_flight` gave."""
         self.kept = {microbatch: Kept(inputs=list(inputs)) for microbatch, inputs in state["kept"].items()}
-        self._from_loss.clear()
+        self._above.clear()
         for parameter, gradient in zip(self.parameters, state["gradients"], strict=True):
             parameter.grad = gradient
         self.accumulated = state["accumulated"]
+
+
+def _savable(kept: Kept) -> list[Streams]:
+    """What a graph can be made from again."""
+    if kept.tape is None:
+        return kept.inputs
+    assert not kept.inputs
+    return [tuple(x.detach() for x in kept.tape.inputs)]

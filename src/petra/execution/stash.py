@@ -17,8 +17,9 @@ class WeightStash:
     With accumulation k that makes about τ/k copies, not one for each micro-batch in flight.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], moves: bool = False) -> None:
         self._parameters = parameters
+        self._moves = moves  # whether graphs point into the memory of old weights, so that it has to stay theirs
         self._version = 0
         self._needed: dict[int, Version] = {}  # micro-batch -> version of its forward
         self.copies: dict[Version, list[Tensor]] = {}
@@ -44,7 +45,11 @@ class WeightStash:
     def before_update(self) -> None:
         """The current weights are about to change."""
         if (self._version, 0) in self._needed.values():
-            self.copies[self._version, 0] = [p.detach().clone() for p in self._parameters]
+            copies = [p.data.clone() for p in self._parameters]
+            if self._moves:
+                for parameter, copy in zip(self._parameters, copies, strict=True):
+                    parameter.data, copy.data = copy.data, parameter.data
+            self.copies[self._version, 0] = copies
         self._version += 1
 
     def advance(self) -> None:

@@ -79,6 +79,7 @@ class Forecast:
             self.optimizer(trained) if trained else None,
             loss=self.loss if index == count - 1 else None,
             sends_streams=index > 0 and self.method.needs_outputs(self._layer(cut.start - 1)),
+            synthesizer=self.method.synthesizer(chain) if index < count - 1 else None,
         )
 
     def _layer(self, i: int) -> Chain:

@@ -23,7 +23,7 @@ from petra.tables import render
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage: at rest between two ticks, and ``graph`` at its peak within a tick."""
+    """Bytes of one stage: at rest between two ticks, and ``graph`` at its peak if it comes from within a tick."""
 
     weights: int
     optimizer: int
@@ -32,6 +32,7 @@ class StageMemory:
     inputs: int
     messages: int
     graph: int = 0
+    synthesizer: int = 0
 
     @property
     def total(self) -> int:
@@ -54,10 +55,23 @@ def at_rest(executor: LocalExecutor) -> list[StageMemory]:
     """What every stage holds now, between two ticks."""
     rows = []
     for stage in executor.stages:
-        held = {name.replace(" ", "_"): nbytes(tensors) for name, tensors in stage.held().items()}
-        held.pop("graph")
-        rows.append(StageMemory(**held, messages=nbytes(executor.messages(stage.index))))
+        tensors = stage.held()
+        messages = executor.messages(stage.index)
+        held = {name.replace(" ", "_"): nbytes(found) for name, found in tensors.items()}
+        held["graph"] = nbytes(_others(tensors["graph"], [*_fixed(tensors), *tensors["inputs"], *messages]))
+        rows.append(StageMemory(**held, messages=nbytes(messages)))
     return rows
+
+
+def _fixed(held: dict[str, list[Tensor]]) -> list[Tensor]:
+    """What a graph may point to without holding it."""
+    return [*held["weights"], *held["stashed weights"]]
+
+
+def _others(tensors: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """Those in memory of their own."""
+    there = {storage_id(t) for t in known}
+    return [t for t in tensors if storage_id(t) not in there]
 
 
 class MemoryProbe(AbstractContextManager["MemoryProbe"]):
@@ -76,6 +90,14 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
         self._graph = Counter[int]()  # stage -> live bytes
         self._peak = Counter[int]()
         self._users = Counter[int]()  # storage -> saved tensors in it
+        # Graphs that were there before, of which no hook tells when they go.
+        self._old = {
+            (stage.index, microbatch): kept.tape.tensors()
+            for stage in executor.stages
+            for microbatch, kept in stage.kept.items()
+            if kept.tape is not None
+        }
+        self._lasting = Counter[int]()  # stage -> their bytes
         self._stack = ExitStack()
 
     @property
@@ -105,10 +127,20 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
         for stage in self.executor.stages:
             tensors = stage.held()
             held += [*tensors["inputs"], *self.executor.messages(stage.index)]
-            fixed += [*tensors["weights"], *tensors["stashed weights"]]
-        self._resting = nbytes(held)
-        self._known = {storage_id(t) for t in (*held, *fixed)}
+            fixed += _fixed(tensors)
+        known = (*held, *fixed)
+        self._known = {storage_id(t) for t in known}
+        old: list[Tensor] = []
+        for stage in self.executor.stages:
+            here = [t for m in stage.kept for t in self._old.get((stage.index, m), ())]
+            self._lasting[stage.index] = nbytes(_others(here, known))
+            self._peak[stage.index] = max(self._peak[stage.index], self._graph_of(stage.index))
+            old += here
+        self._resting = nbytes([*held, *_others(old, known)])
         self._note()
+
+    def _graph_of(self, stage: int) -> int:
+        return self._lasting[stage] + self._graph[stage]
 
     def _note(self) -> None:
         self.activation_peak = max(self.activation_peak, self._resting + self._graph.total())
@@ -121,7 +153,7 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
         self._users[storage_id(tensor)] += 1
         if self._users[storage_id(tensor)] == 1:
             self._graph[stage] += storage.nbytes()
-            self._peak[stage] = max(self._peak[stage], self._graph[stage])
+            self._peak[stage] = max(self._peak[stage], self._graph_of(stage))
             self._note()
         return _Saved(tensor, (self, stage))
 

@@ -93,6 +93,7 @@ class Stopwatch:
         self._device = stage.chain.settings.device
         for name in ("forward", "backward", "update"):
             setattr(stage, name, self._timed(getattr(stage, name), getattr(self, name)))
+        setattr(stage, "learn", self._timed(stage.learn, self.update, join=True))  # noqa: B010
         # The loss belongs to the forward of the last stage, which has just been noted.
         setattr(stage, "finish", self._timed(stage.finish, self.forward, join=True))  # noqa: B010
 
@@ -155,6 +156,7 @@ def profile(
             optimizer(trained) if trained else None,
             loss=loss if i == count - 1 else None,
             sends_streams=i > 0 and method.needs_outputs(chains[i - 1]),
+            synthesizer=None if last else method.synthesizer(chains[i]),
         )
 
     stages = [stage(i, i == count - 1, [p for p in chains[i].parameters() if p.requires_grad]) for i in range(count)]
@@ -180,8 +182,11 @@ def profile(
                     recorded[i].forward(oldest, entering[i])
                     recorded[i].backward(oldest, message)
                     recorded[i].update()
-                message = stages[i].backward(oldest, message)
+                above, predicts = message, stages[i].predicts
+                message = stages[i].backward(oldest, None if predicts else above)
                 stages[i].update()
+                if predicts:
+                    stages[i].learn(above)
     rounds = [watch.rounds()[warmup : warmup + repeats] for watch in watches]
     measured = [_median(layer) for layer in rounds]
     # What interrupts a process now and then shows in the time of a whole round, but in no median of a layer.

@@ -12,7 +12,7 @@ from petra.execution import LocalExecutor, Transport
 from petra.schedule import Action, Kind
 from petra.tables import render
 
-_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Kind.LEARN: "learn"}
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,11 @@ class Trace:
         by_action = {(e.process % replicas, e.action): e for e in self.events}
         result = []
         for number, ((replica, action), sender) in enumerate(by_action.items()):
-            step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.UPDATE: 0}[action.kind]
-            user = by_action.get((replica, Action(action.stage + step, action.kind, action.microbatch)))
+            step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.UPDATE: 0, Kind.LEARN: 0}[action.kind]
+            learns = Action(action.stage - 1, Kind.LEARN, action.microbatch)  # in place of the backward there
+            uses = Action(action.stage + step, action.kind, action.microbatch)
+            user = by_action.get((replica, learns)) if step < 0 else None
+            user = user or by_action.get((replica, uses))
             if step == 0 or user is None:
                 continue
             arrow = {"name": "message", "cat": "message", "id": number}

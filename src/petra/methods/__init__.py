@@ -3,8 +3,11 @@
 from petra.methods.backprop import Backprop, GPipeBackprop, OneForwardOneBackwardBackprop
 from petra.methods.chain import Chain, LayerError, Segment, Settings, Tape
 from petra.methods.delayed import Checkpointed, Delayed
+from petra.methods.dni import DNI
 from petra.methods.method import BackwardMessage, Kept, Method
 from petra.methods.petra import PaReprop, Petra, ReversibleBackprop, StashedPetra
+from petra.methods.replay import DDG, FeaturesReplay
+from petra.methods.synthesizer import Synthesizer
 from petra.names import unknown
 
 METHODS: dict[str, Method] = {
@@ -19,6 +22,9 @@ METHODS: dict[str, Method] = {
         Delayed(),
         GPipeBackprop(),
         OneForwardOneBackwardBackprop(),
+        FeaturesReplay(),
+        DDG(),
+        DNI(),
     )
 }
 """All methods by name."""
@@ -31,4 +37,16 @@ def find(name: str) -> Method:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "BackwardMessage", "Chain", "Kept", "LayerError", "Method", "Segment", "Settings", "Tape", "find"]
+__all__ = [
+    "METHODS",
+    "BackwardMessage",
+    "Chain",
+    "Kept",
+    "LayerError",
+    "Method",
+    "Segment",
+    "Settings",
+    "Synthesizer",
+    "Tape",
+    "find",
+]

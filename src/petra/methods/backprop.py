@@ -19,6 +19,7 @@ class Backprop(Method):
     name = "backprop"
     summary = "exact gradients, one micro-batch at a time"
     keeps = "graph"
+    stale = False
     pipelined = False
 
     def order(self, stages: int, accumulate: int) -> Order:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.reversible.coupling import Coupling
-from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients, trainable, vjp
+from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients, saved_tensors, trainable, vjp
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.network import runs
 from petra.reversible.randomness import derived_seed, forked, random_state, seed_generators
@@ -34,6 +34,12 @@ class Settings:
     device: torch.device
     seed: int = 0
     autocast: torch.dtype | None = None
+    replica: int = 0
+
+    @property
+    def masks(self) -> int:
+        """The seed of dropout masks: replicas drop out differently."""
+        return self.seed if self.replica == 0 else derived_seed(self.seed, self.replica)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,10 @@ class Tape:
         """Take the gradients of the outputs back to inputs and parameters."""
         return vjp(self.outputs, self.inputs, self.parameters, gradients)
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that lives because of it: inputs, outputs, and what its graph has saved."""
+        return [*self.inputs, *self.outputs, *saved_tensors(self.outputs)]
+
 
 class Chain:
     """The layers of one stage."""
@@ -71,6 +81,8 @@ class Chain:
         for reversible, run in runs(self.layers):
             self.segments.append(Segment(reversible, tuple(run), first))
             first += len(run)
+        self.stop = first
+        """The index of the first layer above."""
         self._norms = normalisations(self.layers)
         self.draws = True
         """Whether random numbers are set for every evaluation; without need where nothing draws any."""
@@ -116,11 +128,11 @@ class Chain:
                 module.training = True
         return streams
 
-    def record(self, segment: Segment, streams: Streams, microbatch: int) -> Tape:
-        """Outputs with their graph."""
+    def record(self, segment: Segment, streams: Streams, microbatch: int, counts: bool = True) -> Tape:
+        """Outputs with their graph; unless it ``counts``, running statistics are left as they are."""
         # Nobody wants the gradient of the data.
         inputs = streams = leaves(streams) if segment.first > 0 else tuple(x.detach() for x in streams)
-        with torch.enable_grad(), self._evaluation():
+        with torch.enable_grad(), self._evaluation(), frozen_statistics([] if counts else self._norms):
             for key, part in _parts(segment):
                 self._seed(key, microbatch)
                 streams = _apply(key, part, streams)
@@ -180,6 +192,24 @@ class Chain:
                 parameter.data = value
 
     @contextmanager
+    def aliased(self) -> Iterator[None]:
+        """Inside, the layers have other parameters in the same memory: a graph made of them outlives an update.
+
+        Autograd refuses a graph whose weights were written into since. Those here never are, if whoever updates
+        moves the weights to other memory first.
+        """
+        modules = dict.fromkeys(module for layer in self.layers for module in layer.modules())
+        own = [(module._parameters, dict(module._parameters)) for module in modules]
+        aliases = {p: nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
+        for places, parameters in own:
+            places.update({name: aliases[p] for name, p in parameters.items() if p is not None})
+        try:
+            yield
+        finally:
+            for places, parameters in own:
+                places.update(parameters)
+
+    @contextmanager
     def _evaluation(self) -> Iterator[None]:
         random = forked(self.settings.device) if self.draws else nullcontext()
         with random, autocasting(self.settings.device, self.settings.autocast):
@@ -190,7 +220,7 @@ class Chain:
         if not self.draws:
             return
         self._notice()
-        seed_generators(self.settings.device, derived_seed(self.settings.seed, *key, microbatch))
+        seed_generators(self.settings.device, derived_seed(self.settings.masks, *key, microbatch))
         if self.watching:
             self._seeded = random_state(self.settings.device)
 

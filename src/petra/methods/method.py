@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from petra.methods.chain import Chain, Tape
+from petra.methods.synthesizer import Synthesizer
 from petra.reversible.gradients import Reversal
 from petra.reversible.streams import Gradients, Streams
 from petra.schedule import Order
@@ -46,8 +47,12 @@ class Method(ABC):
     """In words: the weights of the backward pass."""
     stashes_weights: ClassVar[bool] = False
     """Whether the backward pass uses the weights of its forward pass."""
+    stale: ClassVar[bool] = True
+    """Whether there are updates between a forward and its backward."""
+    keeps_graphs: ClassVar[bool] = False
+    """Whether graphs of older micro-batches wait from tick to tick while weights are updated."""
     pipelined: ClassVar[bool] = True
-    """Whether stages work on different micro-batches, so that there are several orders to choose from."""
+    """Whether stages work on different micro-batches at any time, so that there are several orders to choose from."""
 
     @abstractmethod
     def order(self, stages: int, accumulate: int) -> Order:
@@ -63,6 +68,10 @@ class Method(ABC):
 
         The message from above carries the stage's outputs if it `needs_outputs`.
         """
+
+    def synthesizer(self, chain: Chain) -> Synthesizer | None:
+        """What predicts the gradient of a stage below the last, if that does not wait for it."""
+        return None
 
     def needs_outputs(self, chain: Chain) -> bool:
         """Whether the backward of this stage starts from its outputs."""

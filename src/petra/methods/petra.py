@@ -83,6 +83,7 @@ class ReversibleBackprop(Petra):
 
     name = "reversible"
     summary = "exact gradients from reconstructed inputs, one micro-batch at a time (RevNet)"
+    stale = False
     pipelined = False
 
     def order(self, stages: int, accumulate: int) -> Order:

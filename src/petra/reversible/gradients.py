@@ -33,6 +33,23 @@ def add_gradients(total: ParameterGradients, more: ParameterGradients) -> None:
         total[parameter] = total[parameter] + gradient if parameter in total else gradient
 
 
+def saved_tensors(outputs: Streams) -> list[Tensor]:
+    """What the graph of the outputs holds for its backward; some of it more than once."""
+    found: list[Tensor] = []
+    nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved += getattr(node, "saved_tensors", ())  # of functions written in Python
+        for value in saved:
+            found += [v for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, Tensor)]
+        below = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(below)
+        nodes += dict.fromkeys(below)
+    return found
+
+
 def vjp(outputs: Streams, inputs: Streams, parameters: list[nn.Parameter], gradients: Gradients) -> Reversal:
     """Take the gradients of the outputs of a recorded evaluation back to its inputs and parameters."""
     pairs = [

@@ -5,8 +5,10 @@ from petra.schedule.check import ScheduleError, check
 from petra.schedule.draw import draw
 from petra.schedule.layout import Deadlock, lay_out
 from petra.schedule.order import (
+    Decoupled,
     Flush,
     GPipe,
+    LockedForward,
     OneForwardOneBackward,
     Order,
     Phase,
@@ -21,9 +23,11 @@ from petra.schedule.schedule import Schedule
 __all__ = [
     "Action",
     "Deadlock",
+    "Decoupled",
     "Flush",
     "GPipe",
     "Kind",
+    "LockedForward",
     "OneForwardOneBackward",
     "Order",
     "Phase",

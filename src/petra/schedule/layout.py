@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from petra.schedule.action import Action, Kind
 
@@ -11,13 +11,21 @@ class Deadlock(ValueError):
     """Programs that wait for each other for ever."""
 
 
-def waits_for(action: Action, stages: int) -> Action | None:
-    """The action of another stage whose message this one needs, if any."""
+def waits_for(action: Action, stages: int, synthetic: bool = False) -> Action | None:
+    """The action of another stage whose message this one needs, if any.
+
+    With ``synthetic`` gradients it is not the backward that needs the gradient from above, but what learns from it.
+    """
     if action.kind is Kind.FORWARD and action.stage > 0:
         return Action(action.stage - 1, Kind.FORWARD, action.microbatch)
-    if action.kind is Kind.BACKWARD and action.stage < stages - 1:
+    if action.kind is (Kind.LEARN if synthetic else Kind.BACKWARD) and action.stage < stages - 1:
         return Action(action.stage + 1, Kind.BACKWARD, action.microbatch)
     return None
+
+
+def is_synthetic(actions: Iterable[Action]) -> bool:
+    """Whether stages predict their gradients."""
+    return any(action.kind is Kind.LEARN for action in actions)
 
 
 def lay_out(programs: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
@@ -26,7 +34,7 @@ def lay_out(programs: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], .
     A forward or backward takes a phase, and its message can be used in the next one; an update goes
     into the phase of the action before it. Raises `Deadlock`, naming who waits for what.
     """
-    stages = len(programs)
+    stages, synthetic = len(programs), is_synthetic(action for program in programs for action in program)
     done: set[Action] = set()
     position = [0] * stages
     phases: list[tuple[Action, ...]] = []
@@ -34,7 +42,7 @@ def lay_out(programs: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], .
         phase: list[Action] = []
         for stage, program in enumerate(programs):
             if position[stage] < len(program):
-                need = waits_for(program[position[stage]], stages)
+                need = waits_for(program[position[stage]], stages, synthetic)
                 if need is None or need in done:
                     phase.append(program[position[stage]])
                     position[stage] += 1
@@ -43,7 +51,8 @@ def lay_out(programs: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], .
                         position[stage] += 1
         if not phase:
             stuck = [
-                f"stage {stage} waits with {program[position[stage]]} for {waits_for(program[position[stage]], stages)}"
+                f"stage {stage} waits with {(action := program[position[stage]])} "
+                f"for {waits_for(action, stages, synthetic)}"
                 for stage, program in enumerate(programs)
                 if position[stage] < len(program)
             ]

@@ -54,6 +54,10 @@ class Order(ABC):
         """τ of the stage in steady state: the ticks between a forward and its backward."""
         return 0
 
+    def blank_updates(self, stage: int) -> int:
+        """How many updates of the stage come before the first backward of all, with gradients of zero."""
+        return 0
+
     def _backward(self, stage: int, microbatch: int) -> list[Action]:
         """A backward, and the update that every k-th backward of a stage brings (Alg. 1, line 20)."""
         actions = [Action(stage, Kind.BACKWARD, microbatch)]
@@ -142,6 +146,59 @@ class Sequential(Order):
         up = [(Action(stage, Kind.FORWARD, index),) for stage in range(self.stages)]
         down = [tuple(self._backward(stage, index)) for stage in reversed(range(self.stages))]
         return (*up, *down)
+
+    def ticks(self, fed: int) -> int:
+        return fed
+
+
+class LockedForward(Order):
+    """All stages go forward with a micro-batch, one after the other; then all go backward at once.
+
+    Features Replay, Alg. 1: in iteration t stage s goes backward with micro-batch t - (J-1-s), with the gradient that
+    the stage above has found in iteration t-1. Each stage does the same in the same order as in `low_staleness`,
+    but for one thing: features before the first micro-batch are zero, and so are their gradients, so that in its
+    first J-1-s iterations stage s updates with gradients of zero.
+    """
+
+    name = "locked-forward"
+
+    def tick(self, index: int, fed: int) -> Tick:
+        up = [(Action(stage, Kind.FORWARD, index),) for stage in range(self.stages)] if index < fed else []
+        down: list[Action] = []
+        for stage in range(self.stages):
+            microbatch = index - self.staleness(stage)
+            if microbatch < fed:
+                actions = self._backward(stage, microbatch)
+                down.extend(actions if microbatch >= 0 else actions[1:])
+        return (*up, tuple(down)) if down else tuple(up)
+
+    def ticks(self, fed: int) -> int:
+        return fed + self.stages - 1 if fed else 0
+
+    def staleness(self, stage: int) -> int:
+        return self.stages - 1 - stage
+
+    def blank_updates(self, stage: int) -> int:
+        return ceil(self.staleness(stage) / self.accumulate)
+
+
+class Decoupled(Order):
+    """Each stage goes backward and updates at once after its forward, with a gradient that it predicts (DNI).
+
+    The gradient that the stage above finds at its input comes back later in the same tick, to learn from.
+    """
+
+    name = "decoupled"
+
+    def tick(self, index: int, fed: int) -> Tick:
+        if index >= fed:
+            return ()
+        phases: list[list[Action]] = [[] for _ in range(self.stages + 1)]
+        for stage in range(self.stages):
+            phases[stage] += [Action(stage, Kind.FORWARD, index), *self._backward(stage, index)]
+            if stage < self.stages - 1:
+                phases[stage + 2].append(Action(stage, Kind.LEARN, index))
+        return tuple(tuple(phase) for phase in phases if phase)
 
     def ticks(self, fed: int) -> int:
         return fed

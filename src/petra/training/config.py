@@ -68,9 +68,10 @@ class RunConfig:
             brought = _of_another(merged["model"], options["model"], brought)
         model_options = {**brought, **options.get("model_options", {})}
         method = methods.METHODS.get(options.get("method", ""))
-        if method is not None and not method.pipelined:
-            for name in ("order", "corrections"):  # the recipe's are for its own method
-                merged.pop(name, None)
+        if method is not None:  # the recipe's are for its own method
+            for name, meaningful in (("order", method.pipelined), ("corrections", method.stale)):
+                if not meaningful:
+                    merged.pop(name, None)
         merged.update(options)
         merged["model_options"] = model_options
         for name in ("model", "data"):

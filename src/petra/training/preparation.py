@@ -55,7 +55,7 @@ def choose_corrections(asked: Sequence[str | Correction], method: Method) -> lis
     if isinstance(asked, str):
         raise ValueError(f"corrections is {asked!r}: give a list of names")
     chosen = choose(asked)
-    if chosen and not method.pipelined:
+    if chosen and not method.stale:
         raise ValueError(
             f"{method.name} has no staleness to correct: leave {chosen[0].name} out, or choose a pipelined method such "
             "as petra"
@@ -82,7 +82,9 @@ def make_corrected(
     for correction in corrections:
         correction.check(optimizer)
     in_flight = order.staleness(stage)
-    return Corrected(corrections, parameters, optimizer, in_flight, order.accumulate) if in_flight else None
+    if not in_flight:
+        return None
+    return Corrected(corrections, parameters, optimizer, in_flight, order.accumulate, order.blank_updates(stage))
 
 
 def make_recorder(device: torch.device) -> GraphRecorder:

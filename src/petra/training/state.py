@@ -22,6 +22,7 @@ def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> d
         "scheduler": None if stage.scheduler is None else stage.scheduler.state_dict(),
         "stash": None if stage.stash is None else stage.stash.state_dict(),
         "corrections": None if stage.corrected is None else _named_corrections(stage.corrected, names),
+        "synthesizer": None if stage.synthesizer is None else stage.synthesizer.state_dict(),
         "updates": stage.updates,
     }
 
@@ -36,18 +37,24 @@ def load_weights(stage: Stage, saved: Mapping[str, Any], names: Names) -> None:
         stage.stash.load_state_dict(saved["stash"])
     stage.updates = saved["updates"]
     if stage.corrected is not None:
-        _load_corrections(stage, [saved["corrections"]], saved["corrections"]["began"], names)
+        _load_corrections(stage, [saved["corrections"]], saved["corrections"], names)
+    if stage.synthesizer is not None:
+        stage.synthesizer.load_state_dict(saved["synthesizer"])
 
 
 def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names) -> None:
     """Take up the states of stages that were cut differently, and drained, so that nothing is in flight."""
     saved = list(saved)
     stage.updates = max(state["updates"] for state in saved)
+    if stage.synthesizer is not None:  # where no stage ended before, a new one begins
+        synthesizers = [state["synthesizer"] for state in saved if state["synthesizer"] is not None]
+        for found in (one for one in synthesizers if one["above"] == stage.synthesizer.above):
+            stage.synthesizer.load_state_dict(found)
     if stage.optimizer is None:
         return
     if stage.corrected is not None:
         corrections = [state["corrections"] for state in saved if state["corrections"] is not None]
-        _load_corrections(stage, corrections, {}, names)
+        _load_corrections(stage, corrections, {"began": {}}, names)
     with_optimizer = [state for state in saved if state["optimizer"] is not None]
     _load_optimizer(stage.optimizer, [state["optimizer"] for state in with_optimizer], names)
     if stage.scheduler is not None:
@@ -67,11 +74,11 @@ def _named_corrections(corrected: Corrected, names: Names) -> dict[str, Any]:
     return {**found, "state": {names[p]: values for p, values in found["state"].items()}}
 
 
-def _load_corrections(stage: Stage, saved: list[dict[str, Any]], began: dict[int, int], names: Names) -> None:
+def _load_corrections(stage: Stage, saved: list[dict[str, Any]], flight: dict[str, Any], names: Names) -> None:
     assert stage.corrected is not None
     states = {name: values for one in saved for name, values in one["state"].items()}
     found = {p: states[names[p]] for p in stage.parameters if names[p] in states}
-    stage.corrected.load_state_dict({"state": found, "began": began}, stage.updates)
+    stage.corrected.load_state_dict({**flight, "state": found}, stage.updates)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], names: Names) -> None:

@@ -26,9 +26,8 @@ from petra.execution import (
 )
 from petra.methods import Chain, Method, Settings
 from petra.names import unknown
-from petra.reversible.randomness import derived_seed
 from petra.reversible.streams import Streams, as_streams, single
-from petra.schedule import Order, Pipelined, lock_step, low_staleness
+from petra.schedule import LockedForward, Order, Pipelined, lock_step, low_staleness
 from petra.training import state as states
 from petra.training.loss import count_answers, count_correct
 from petra.training.preparation import (
@@ -46,7 +45,11 @@ from petra.training.preparation import (
     refuse_sharing,
 )
 
-ORDERS: dict[str, Callable[[int, int], Order]] = {"low-staleness": low_staleness, "lock-step": lock_step}
+ORDERS: dict[str, Callable[[int, int], Order]] = {
+    "low-staleness": low_staleness,
+    "lock-step": lock_step,
+    "locked-forward": LockedForward,
+}
 """Orders of pipelined methods by name."""
 
 
@@ -70,14 +73,14 @@ class Trainer:
     number, or the number of layers of each. ``optimizer`` makes one for the parameters of a stage,
     ``scheduler`` a learning-rate scheduler for it, stepped after every update of the stage. An update
     uses the mean gradient of ``accumulate`` micro-batches, clipped to ``clip_norm`` stage by stage.
-    ``order`` is ``"low-staleness"`` or ``"lock-step"`` or the numbers of micro-batches in flight of
-    the stages, for pipelined methods. ``autocast`` is the dtype of residual functions; streams stay in
+    ``order`` is ``"low-staleness"``, ``"lock-step"``, ``"locked-forward"`` or the numbers of micro-batches in
+    flight of the stages, for pipelined methods. ``autocast`` is the dtype of residual functions; streams stay in
     float32. ``seed`` decides dropout masks, which depend on layer and micro-batch, not on the cut.
     ``transport`` spreads the stages over ranks: every rank makes the same calls, and holds the weights of its
     own stages only. ``placement`` is the rank of each stage; if left out, each holds about as many in a row. Where
     the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
     mean gradient of all. ``message_dtype`` is what float32 travels as between stages, to send half as much
-    with ``torch.bfloat16``. ``corrections`` make up for staleness in pipelined methods: names like ``"predict"`` or
+    with ``torch.bfloat16``. ``corrections`` make up for staleness: names like ``"predict"`` or
     ``"shrink:0.9"``, or objects of `petra.corrections`. With ``capture``, on one GPU and with a fused optimizer, ticks
     of a full pipeline are recorded as CUDA graphs and replayed; ``executor.refusal`` says why, where they cannot be.
 
@@ -150,8 +153,7 @@ class Trainer:
             transport.agree({**self.layout, **names})
         crossings = [(a, b) for a, b in pairwise(self.placement) if a != b]
         transport.connect([*crossings, *((b, a) for a, b in crossings)])
-        seed = seed if place.replica == 0 else derived_seed(seed, place.replica)  # replicas drop out differently
-        settings = Settings(self.device, seed, autocast)
+        settings = Settings(self.device, seed, autocast, place.replica)
         chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
         made: list[Stage] = []
         for index, chain in enumerate(chains):
@@ -174,6 +176,7 @@ class Trainer:
                     message_dtype=message_dtype,
                     average=transport.average if place.replicas > 1 else None,
                     corrected=make_corrected(self.corrections, chain.parameters(), own, self.order, index),
+                    synthesizer=self.method.synthesizer(chain) if index < len(cuts) - 1 else None,
                 )
                 made.append(stage)
         if place.ranks == 1:

@@ -1,0 +1,58 @@
+"""Features Replay and DDG: the forward pass is locked, then all stages go backward at once, on older micro-batches."""
+
+from __future__ import annotations
+
+from petra.methods.backprop import Backprop
+from petra.methods.chain import Chain
+from petra.methods.delayed import Checkpointed
+from petra.methods.method import BackwardMessage, Kept
+from petra.reversible.gradients import Reversal, trainable
+from petra.reversible.streams import Streams
+from petra.schedule import LockedForward, Order
+
+
+class FeaturesReplay(Checkpointed):
+    """Keeps the last J-s inputs and plays each again through the current weights (Huo et al., 2018, Alg. 1).
+
+    The gradient from above is that of the iteration before (Eq. 6), taken back at the replayed features (Eq. 7).
+    """
+
+    name = "features-replay"
+    summary = "all stages go backward at once, on older inputs and with current weights (Features Replay)"
+    keeps = "stage input, J-s of them"
+    pipelined = False
+
+    def order(self, stages: int, accumulate: int) -> Order:
+        return LockedForward(stages, accumulate)
+
+
+class DDG(Backprop):
+    """Keeps the graphs of J-s forwards: gradients are late, but exact for the weights of the forward.
+
+    Decoupled parallel backpropagation (Huo et al., "Decoupled Parallel Backpropagation with Convergence
+    Guarantee", 2018). A graph points into the weights that it was made with, so an update leaves these as they are.
+    """
+
+    name = "ddg"
+    summary = "all stages go backward at once, through graphs of older micro-batches (DDG)"
+    keeps = "graph + weights, J-s of them"
+    backward_weights = "of its forward"
+    stashes_weights = True
+    keeps_graphs = True
+    stale = True
+
+    def order(self, stages: int, accumulate: int) -> Order:
+        return LockedForward(stages, accumulate)
+
+    def forward(self, chain: Chain, microbatch: int, inputs: Streams, final: bool) -> tuple[Streams, Kept]:
+        with chain.aliased():
+            return super().forward(chain, microbatch, inputs, final)
+
+    def backward(self, chain: Chain, microbatch: int, kept: Kept, message: BackwardMessage) -> Reversal:
+        if kept.tape is None:  # from a checkpoint, which holds no graph: the same evaluation makes the same one
+            with chain.using(kept.weights):
+                tape = chain.record(chain.whole, kept.inputs[0], microbatch, counts=False)
+                return tape.gradients(message.gradients)
+        found = super().backward(chain, microbatch, kept, message)
+        own = dict(zip(kept.tape.parameters, trainable(chain.layers), strict=True))
+        return found._replace(parameters={own[alias]: gradient for alias, gradient in found.parameters.items()})

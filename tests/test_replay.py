@@ -1,0 +1,256 @@
+"""Features Replay, DDG and DNI equal their papers' pseudo-code (`replays`) bit for bit, after every iteration."""
+
+import copy
+import io
+
+import pytest
+import replays
+import torch
+from networks import Classify, Split, residual
+from torch import nn
+from torch.nn.functional import cross_entropy
+from trainers import same_weights
+
+from petra import Network, ReversibleBlock, ReversibleResidual, Trainer, models
+from petra.execution import run_together
+
+METHODS = ("features-replay", "ddg", "dni")
+SEED = 5
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.05)
+
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+
+
+def token_loss(outputs, targets):
+    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def make(network, loss=cross_entropy, **options):
+    return Trainer(network, loss=loss, optimizer=optimizer, scheduler=scheduler, seed=SEED, **options)
+
+
+def conv_network():
+    """Eight layers of one stream, with batch norm where layers are cut and within them."""
+
+    def block(inputs, outputs, stride=1):
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+    head = (nn.Flatten(), nn.Linear(5 * 16, 4))
+    return Network(block(2, 4), block(4, 4), block(4, 5, 2), block(5, 5), nn.BatchNorm2d(5), nn.Tanh(), *head)
+
+
+def reversible_network():
+    f = [residual(3, dropout=0.0) for _ in range(4)]
+    return Network(
+        Split(2, 3),
+        ReversibleBlock(f[0], f[1]),
+        ReversibleResidual(f[2]),
+        ReversibleResidual(f[3]),
+        Classify(3, 4).eval(),
+    )
+
+
+def transformer():
+    return models.create("rev-gpt", width=8, depth=2, heads=2, vocab_size=7, length=6)
+
+
+def images(count, size=8):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(3, 2, size, size, generator=generator), torch.randint(4, (3,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def texts(count):
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(7, (3, 7), generator=generator) for _ in range(count)]
+    return [(t[:, :-1], t[:, 1:]) for t in tokens]
+
+
+def state(network, optimizers):
+    momenta = [
+        o.state[p].get("momentum_buffer") if p in o.state else None
+        for o in optimizers
+        for group in o.param_groups
+        for p in group["params"]
+    ]
+    rates = [torch.tensor(group["lr"]) for o in optimizers for group in o.param_groups]
+    return [*network.state_dict().values(), *momenta, *rates]
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+def assert_same_run(method, network, sizes, data, loss=cross_entropy):
+    """Step the trainer and the reference side by side, then compare what is left after draining."""
+    twin = copy.deepcopy(network)
+    trainer = make(network, loss, method=method, stages=sizes)
+    theirs = []
+
+    def noted(parameters):
+        theirs.append(optimizer(parameters))
+        return theirs[-1]
+
+    write = {"features-replay": replays.features_replay, "ddg": replays.ddg, "dni": replays.dni}[method]
+    more = {"seed": SEED} if method == "dni" else {}
+    reference = write(replays.cut(twin, sizes), data, loss, noted, scheduler, **more)
+    for x, y in data:
+        (finished,) = trainer.step(x, y)
+        assert torch.equal(finished.loss, next(reference))
+        mine = [stage.optimizer for stage in trainer.stages if stage.optimizer is not None]
+        assert_equal(state(network, mine), state(twin, [o for o in theirs if o.param_groups]))
+    assert trainer.executor.in_flight
+    assert trainer.drain() == []
+    assert list(reference) == [None] * (0 if method == "dni" else len(sizes) - 1)
+    assert_equal(state(network, mine), state(twin, theirs))
+
+
+@pytest.mark.parametrize("sizes", [[8], [3, 5], [2, 2, 4], [1, 2, 1, 4]], ids=len)
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_equal_their_papers(method, sizes):
+    torch.manual_seed(0)
+    assert_same_run(method, conv_network(), sizes, images(40))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_equal_their_papers_on_reversible_networks(method):
+    torch.manual_seed(0)
+    assert_same_run(method, reversible_network(), [1, 2, 2], images(8, 4))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_equal_their_papers_on_transformers(method):
+    torch.manual_seed(0)
+    network = transformer()
+    assert_same_run(method, network, [2, len(network) - 3, 1], texts(8), token_loss)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_short_runs_equal_their_papers(method):
+    """Fewer micro-batches than modules."""
+    torch.manual_seed(0)
+    assert_same_run(method, conv_network(), [2, 2, 2, 2], images(2))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_module_is_backprop(method):
+    torch.manual_seed(0)
+    network = conv_network()
+    twin = copy.deepcopy(network)
+    for n, name in ((network, method), (twin, "backprop")):
+        trainer = make(n, method=name)
+        for x, y in images(6):
+            trainer.step(x, y)
+        trainer.drain()
+    assert same_weights(network, twin)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_what_they_have_in_common_with_pipelined_methods(k):
+    """Stage by stage the locked forward pass changes nothing; DDG's graphs are what `delayed` computes again."""
+    torch.manual_seed(0)
+    network, weights = conv_network(), {}
+    for name, method, order in (
+        ("features-replay", "features-replay", None),
+        ("checkpointed", "checkpointed", "locked-forward"),
+        ("ddg", "ddg", None),
+        ("delayed", "delayed", "locked-forward"),
+        ("pipelined", "checkpointed", "low-staleness"),
+    ):
+        trainer = make(copy.deepcopy(network), method=method, stages=4, order=order, accumulate=k)
+        for _ in range(2):  # the second filling begins with no zero features
+            for x, y in images(7):
+                trainer.step(x, y)
+            trainer.drain()
+        weights[name] = trainer.network
+        updates = [stage.updates for stage in trainer.stages]
+        blank = [-(-n // k) for n in (3, 2, 1, 0)] if name != "pipelined" else [0] * 4
+        assert updates == [2 * -(-7 // k) + b for b in blank]
+    assert same_weights(weights["features-replay"], weights["checkpointed"])
+    assert same_weights(weights["ddg"], weights["delayed"])
+    assert not same_weights(weights["features-replay"], weights["pipelined"])  # weight decay before the first gradient
+
+
+def test_a_graph_of_predicted_weights_outlives_the_prediction():
+    torch.manual_seed(0)
+    network, weights = conv_network(), []
+    for method, order in (("ddg", None), ("delayed", "locked-forward")):
+        trainer = make(copy.deepcopy(network), method=method, stages=4, order=order, corrections=["predict"])
+        for x, y in images(8):
+            trainer.step(x, y)
+        trainer.drain()
+        weights.append(trainer.network)
+    assert same_weights(*weights)
+
+
+def test_petra_takes_the_order_of_features_replay_and_keeps_no_history():
+    """The variant for reversible modules: inputs are reconstructed from what the module above sends down."""
+    torch.manual_seed(0)
+    network = reversible_network()
+    kept = {}
+    for method in ("features-replay", "petra"):
+        trainer = make(
+            copy.deepcopy(network), method=method, stages=5, order="locked-forward" if method == "petra" else None
+        )
+        for x, y in images(9, 4):
+            trainer.step(x, y)
+        kept[method] = [len(k.inputs) for k in (Kept for stage in trainer.stages for Kept in stage.kept.values())]
+        trainer.drain()
+    assert kept["features-replay"] == [1] * (4 + 3 + 2 + 1)
+    assert kept["petra"] == [1] * 4 + [0] * (3 + 2 + 1)  # the first layer is not reversible
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("k", [1, 2])
+def test_ranks_equal_one_process(method, k):
+    data = images(9)
+
+    def work(transport=None, **options):
+        torch.manual_seed(0)
+        trainer = make(conv_network(), method=method, stages=4, accumulate=k, transport=transport, **options)
+        found = []
+        for x, y in data:
+            found += [float(f.loss) for f in trainer.step(x, y)]
+        trainer.drain()
+        weights = {n: v for n, v in trainer.network.state_dict().items() if not v.is_meta}
+        return weights, found
+
+    weights, losses = work()
+    for ranks, placement in ((4, None), (2, [0, 0, 1, 1]), (2, [0, 1, 0, 1]), (3, [1, 0, 0, 2])):
+        found = run_together(lambda transport, p=placement: work(transport, placement=p), ranks)
+        merged = {name: value for one, _ in found for name, value in one.items()}
+        assert merged.keys() == weights.keys()
+        assert all(torch.equal(merged[name], weights[name]) for name in weights), (ranks, placement)
+        assert [value for _, one in found for value in one] == losses
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("k", [1, 2])
+def test_resumed_from_any_iteration_through_a_file(method, k):
+    """Also twice in a row, before what was in flight has left."""
+    data = images(8)
+    torch.manual_seed(0)
+    network = conv_network()
+    straight = make(copy.deepcopy(network), method=method, stages=4, accumulate=k)
+    going = make(network, method=method, stages=4, accumulate=k)
+    for x, y in data:
+        straight.step(x, y)
+        going.step(x, y)
+        buffer = io.BytesIO()
+        torch.save(going.state_dict(), buffer)
+        buffer.seek(0)
+        going = make(conv_network(), method=method, stages=4, accumulate=k)
+        going.load_state_dict(torch.load(buffer, weights_only=True))
+    for trainer in (straight, going):
+        trainer.drain()
+    mine, theirs = ([s.optimizer for s in trainer.stages if s.optimizer] for trainer in (going, straight))
+    assert_equal(state(going.network, mine), state(straight.network, theirs))

@@ -1,0 +1,268 @@
+"""What Features Replay, DDG and DNI hold, what they refuse, and how they are asked for."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from test_replay import METHODS, conv_network, images, make
+from torch import nn
+from torch.nn.functional import cross_entropy
+from trainers import same_weights
+
+from petra import Network, Trainer
+from petra.cli.main import main
+from petra.execution import run_together
+from petra.measure import MemoryProbe, at_rest, nbytes
+from petra.methods import Synthesizer
+from petra.methods.dni import DNI
+from petra.schedule import Kind
+
+IMAGE = 3 * 2 * 8 * 8 * 4  # bytes of a batch
+MAP = 3 * 4 * 8 * 8 * 4  # of what the first two layers give
+
+
+def full(method, sizes, count=9, **options):
+    torch.manual_seed(0)
+    trainer = make(conv_network(), method=method, stages=sizes, **options)
+    for x, y in images(count):
+        trainer.step(x, y)
+    return trainer
+
+
+def test_features_replay_keeps_the_inputs_that_the_paper_counts():
+    """K - k + 1 of them while a module is at work, one less between iterations, and nothing else."""
+    trainer = full("features-replay", [1, 1, 2, 4])
+    assert [row.inputs for row in at_rest(trainer.executor)] == [3 * IMAGE, 2 * MAP, MAP, 0]
+    assert [row.stashed_weights + row.graph for row in at_rest(trainer.executor)] == [0] * 4
+    most = Counter()
+
+    def observe(tick, action, stage):
+        most[stage.index] = max(most[stage.index], len(stage.kept))
+
+    trainer.executor.observers.append(observe)
+    trainer.step(*images(1)[0])
+    assert most == {0: 4, 1: 3, 2: 2, 3: 1}
+
+
+def test_ddg_keeps_graphs_and_the_weights_that_they_point_into():
+    trainer = full("ddg", [2, 2, 2, 2])
+    rows = at_rest(trainer.executor)
+    assert [row.inputs for row in rows] == [0] * 4
+    assert rows[3].graph == rows[3].stashed_weights == 0
+    for n, stage in zip((3, 2, 1), trainer.stages, strict=False):
+        assert rows[stage.index].stashed_weights == n * nbytes(p.detach() for p in stage.parameters)
+        assert len(stage.kept) == n
+    # Of each layer: its input, what is normalised, mean and deviation; and what comes out at the top.
+    one = IMAGE + MAP + 32 + MAP + MAP + 32 + MAP
+    assert rows[0].graph == 3 * one
+    with MemoryProbe(trainer.executor) as probe:
+        trainer.step(*images(1)[0])
+    assert probe.stages[0].graph == 4 * one
+
+
+def test_activations_of_the_methods_compare_as_in_table_1():
+    """FR little more than backprop, DDG more than twice as much with four modules, DNI its synthesizers."""
+    peaks = {}
+    for method in ("backprop", *METHODS):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(24)]
+        trainer = make(Network(nn.Conv2d(2, 4, 1), *layers, nn.Flatten(), nn.Linear(256, 4)), method=method, stages=4)
+        for x, y in images(7):
+            trainer.step(x, y)
+        with MemoryProbe(trainer.executor) as probe:
+            trainer.step(*images(1)[0])
+        peaks[method] = probe.activation_peak
+        synthesizers = [row.synthesizer for row in probe.stages]
+        assert [size > 0 for size in synthesizers] == [method == "dni"] * 3 + [False]
+    assert peaks["features-replay"] < 1.25 * peaks["backprop"]
+    assert peaks["ddg"] > 2 * peaks["backprop"]
+    assert peaks["dni"] < peaks["backprop"]  # graphs of modules do not live at the same time
+
+
+def test_a_synthesizer_is_counted_to_the_byte():
+    trainer = full("dni", [2, 2, 4])
+    conv = 4 * 4 * 25 + 4
+    weights, statistics, counters = 3 * conv + 2 * 8, 2 * 8, 2
+    adam = 2 * weights + 10  # two momenta, and a count for each parameter
+    assert at_rest(trainer.executor)[0].synthesizer == 4 * (weights + statistics + adam) + 8 * counters
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("k", [1, 3])
+def test_order_of_work_counted_from_execution(method, k):
+    """Staleness K-1-s, or none; every micro-batch enters every update of every module once; drains leave nothing."""
+    torch.manual_seed(0)
+    trainer = make(conv_network(), method=method, stages=4, accumulate=k)
+    ticks = {}
+    trainer.executor.observers.append(lambda tick, action, stage: ticks.setdefault(action, tick))
+    for run in (5, 1, 4):
+        for x, y in images(run):
+            trainer.step(x, y)
+        trainer.drain()
+        assert not trainer.executor.in_flight
+    for s in range(4):
+        done = {kind: [a.microbatch for a in ticks if a.stage == s and a.kind is kind] for kind in Kind}
+        assert done[Kind.FORWARD] == done[Kind.BACKWARD] == list(range(10))
+        assert done[Kind.LEARN] == (list(range(10)) if method == "dni" and s < 3 else [])
+        last = [4, 5, 9] if k == 3 else list(range(10))
+        assert set(done[Kind.UPDATE]) >= set(last)
+        late = {ticks[b] - ticks[f] for b in ticks for f in ticks if _pair(f, b, s)}
+        assert late == {0 if method == "dni" else 3 - s}
+
+
+def _pair(forward, backward, stage):
+    same = forward.stage == backward.stage == stage and forward.microbatch == backward.microbatch
+    return same and forward.kind is Kind.FORWARD and backward.kind is Kind.BACKWARD
+
+
+@pytest.mark.parametrize("method", ["features-replay", "ddg"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_corrections_know_how_late_gradients_are(method, k):
+    """The delay that a forward expects is the number of updates that come until its backward, from the first on."""
+    torch.manual_seed(0)
+    trainer = make(conv_network(), method=method, stages=4, accumulate=k, corrections=["predict", "shrink:0.9"])
+    expected, found, began = {}, {}, {}
+    for stage in trainer.stages[:3]:
+        corrected = stage.corrected
+
+        def before_forward(m, accumulated, c=corrected, s=stage, original=corrected.before_forward):
+            began[s.index, m] = s.updates
+            delay, weights = original(m, accumulated)
+            expected[s.index, m] = delay
+            return delay, weights
+
+        def before_backward(m, c=corrected, s=stage, original=corrected.before_backward):
+            found[s.index, m] = s.updates - began[s.index, m]
+            return original(m)
+
+        corrected.before_forward, corrected.before_backward = before_forward, before_backward
+    for run in (8, 5):
+        for x, y in images(run):
+            trainer.step(x, y)
+        trainer.drain()
+    assert len(found) == 3 * 13
+    assert expected == found
+
+
+def test_a_drained_state_goes_to_another_cut_with_its_synthesizers():
+    trainer = full("dni", [2, 2, 4])
+    trainer.drain()
+    other = make(conv_network(), method="dni", stages=[1, 1, 2, 4])
+    other.load_drained(trainer.state_dict())
+    assert same_weights(other.network, trainer.network)
+    states = [stage.synthesizer.state_dict() for stage in (*other.stages[:3], *trainer.stages[:2])]
+    assert states[0]["network"] is None
+    for ours, theirs in ((states[1], states[3]), (states[2], states[4])):
+        assert all(torch.equal(a, b) for a, b in zip(ours["network"].values(), theirs["network"].values(), strict=True))
+    other.step(*images(1)[0])
+
+
+def test_synthesizers_do_not_depend_on_the_cut_nor_on_the_random_state():
+    begun = []
+    for sizes in ([2, 6], [1, 1, 6]):
+        torch.manual_seed(len(sizes))
+        trainer = full("dni", sizes, 1)
+        begun.append(trainer.stages[-2].synthesizer)
+    first, second = (s.network[0].weight for s in begun)
+    assert (first - second).abs().max() < 1e-3  # they have learned from other gradients, once
+
+
+def test_replicas_of_a_synthesizer_stay_the_same():
+    def work(transport):
+        torch.manual_seed(0)
+        trainer = make(conv_network(), method="dni", stages=2, transport=transport)
+        for x, y in images(4):
+            trainer.step(x + transport.place.replica, y)
+        return list(trainer.stages[0].synthesizer.network.state_dict().values())
+
+    one, other = run_together(work, 1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class TestSynthesizers:
+    def streams(self, *shapes):
+        torch.manual_seed(0)
+        return tuple(torch.randn(shape) for shape in shapes)
+
+    @pytest.mark.parametrize(
+        "shapes", [[(2, 3, 4, 4)], [(2, 3, 4, 4), (2, 2, 4, 4)], [(2, 5, 3), (2, 5, 3)], [(2, 6)]], ids=str
+    )
+    def test_it_begins_with_zero_and_learns(self, shapes):
+        synthesizer = Synthesizer([], 1, seed=0, learning_rate=1e-2)
+        streams, mask = self.streams(*shapes), torch.ones(2, dtype=torch.bool)
+        targets = (*(0.1 * x.sign() for x in streams), None)
+        errors = []
+        for _ in range(60):
+            found = synthesizer.predict((*streams, mask))
+            assert found[-1] is None
+            assert [g.shape for g in found[:-1]] == [x.shape for x in streams]
+            errors.append(sum(float((g - t).square().sum()) for g, t in zip(found[:-1], targets, strict=False)))
+            if len(errors) == 1:
+                assert all(not g.any() for g in found[:-1])
+            synthesizer.learn(targets)
+        assert errors[-1] < errors[0] / 2
+
+    def test_maps_with_channels_last_are_tokens(self):
+        synthesizer = Synthesizer([nn.LayerNorm(3)], 1, seed=0, learning_rate=1e-2)
+        synthesizer.predict(self.streams((2, 5, 5, 3)))
+        assert [p.shape for p in synthesizer.network[0].parameters()] == [(3, 3), (3,)]
+
+    @pytest.mark.parametrize(
+        "shapes", [[(2,)], [(2, 3, 4, 4, 4)], [(2, 3, 4, 4), (2, 3, 2, 2)], [(2, 3), (2, 3, 3)], []], ids=str
+    )
+    def test_shapes_that_none_fits(self, shapes):
+        with pytest.raises(ValueError, match="no synthesizer for what layer 4 takes, of shape"):
+            Synthesizer([], 4, seed=0, learning_rate=1e-2).predict(self.streams(*shapes))
+
+    def test_a_trainer_says_so_too(self):
+        network = Network(nn.Conv3d(1, 2, 1), nn.Flatten(), nn.Linear(16, 4))
+        trainer = Trainer(
+            network, loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, 0.1), method="dni", stages=3
+        )
+        with pytest.raises(ValueError, match="what layer 1 takes, of shape"):
+            trainer.step(torch.randn(2, 1, 2, 2, 2), torch.zeros(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "features-replay", "stages": 9}, "stages is 9, but the network has only 8 layers"),
+        ({"method": "ddg", "order": "lock-step"}, "ddg has one order only"),
+        ({"method": "dni", "order": "locked-forward"}, "dni has one order only"),
+        ({"method": "backprop", "order": "locked-forward"}, "backprop has one order only"),
+        ({"method": "dni", "corrections": ["predict"]}, "dni has no staleness to correct"),
+        ({"method": "ddg", "corrections": ["discrepancy"]}, "ddg goes backward with the weights of its forward"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(conv_network(), **options)
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    small = ["--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "synthetic:3x8x8:4", "--epochs", "1"]
+    small += ["--batch-size", "256", "--stages", "3", "--threads", "1", "--device", "cpu", "--quiet"]
+    main(["methods"])
+    listed = capsys.readouterr().out
+    for method in METHODS:
+        assert f"\n{method} " in listed
+        assert main(["train", *small, "--method", method, "--out", str(tmp_path / method)]) == 0
+        summary = json.loads((tmp_path / method / "summary.json").read_text())
+        assert summary["order"] == ("decoupled" if method == "dni" else "locked-forward")
+        assert summary["staleness"] == ([0, 0, 0] if method == "dni" else [2, 1, 0])
+        assert main(["schedule", "--method", method, "--stages", "3", "--microbatches", "4"]) == 0
+    assert main(["train", *small, "--order", "locked-forward", "--out", str(tmp_path / "petra")]) == 0
+    assert main(["train", *small, "--method", "dni", "--order", "lock-step", "--out", str(tmp_path / "no")]) == 2
+    assert "dni has one order only" in capsys.readouterr().err
+
+
+def test_the_learning_rate_of_synthesizers_can_be_chosen():
+    networks = []
+    for rate in (1e-2, 1e-5):
+        torch.manual_seed(0)
+        networks.append(conv_network())
+        trainer = make(networks[-1], method=DNI(rate), stages=2)
+        for x, y in images(3):
+            trainer.step(x, y)
+    assert not same_weights(*networks)
