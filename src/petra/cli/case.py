@@ -16,7 +16,7 @@ from petra.execution import partition
 from petra.reversible import Network
 from petra.schedule import Order
 from petra.training.fitting import accepted, check_options, network_arguments
-from petra.training.trainer import choose_order
+from petra.training.orders import choose_order
 
 
 @dataclass(frozen=True)

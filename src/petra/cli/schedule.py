@@ -10,7 +10,7 @@ from petra import methods
 from petra.cli.options import order_option
 from petra.methods import METHODS
 from petra.schedule import Schedule, check, draw
-from petra.training.trainer import choose_order
+from petra.training.orders import choose_order
 
 
 def add_to(commands: Any) -> None:

@@ -27,7 +27,7 @@ from petra.schedule import Action, Kind
 from petra.training import Trainer
 from petra.training.loss import cross_entropy
 from petra.training.optimizers import sgd
-from petra.training.trainer import choose_order
+from petra.training.orders import choose_order
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank waits for another before it gives up."""

@@ -19,8 +19,8 @@ from petra.training.curves import SCHEDULES, CosineCurve, LearningRateCurve
 from petra.training.data import Data, load
 from petra.training.fitting import check_options, usual_arguments
 from petra.training.loss import cross_entropy
+from petra.training.orders import choose_order
 from petra.training.preparation import Loss, choose_corrections
-from petra.training.trainer import choose_order
 
 ADAPTIVE = ("adamw", "nadamw")
 

@@ -34,10 +34,11 @@ from petra.training.files import (
 from petra.training.fitting import network_arguments
 from petra.training.loss import cross_entropy
 from petra.training.metrics import MetricsLog
+from petra.training.orders import ORDERS
 from petra.training.position import Position
 from petra.training.progress import Progress
 from petra.training.stopping import stoppable
-from petra.training.trainer import ORDERS, Trainer, weights_hash
+from petra.training.trainer import Trainer, weights_hash
 
 
 class Interrupted(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,11 +25,10 @@ from petra.execution import (
     partition,
 )
 from petra.methods import Chain, Method, Settings
-from petra.names import unknown
 from petra.reversible.streams import Streams, as_streams, single
-from petra.schedule import LockedForward, Order, Pipelined, lock_step, low_staleness
 from petra.training import state as states
 from petra.training.loss import count_answers, count_correct
+from petra.training.orders import choose_order
 from petra.training.preparation import (
     Loss,
     OptimizerFactory,
@@ -44,13 +43,6 @@ from petra.training.preparation import (
     refuse_other_dtypes,
     refuse_sharing,
 )
-
-ORDERS: dict[str, Callable[[int, int], Order]] = {
-    "low-staleness": low_staleness,
-    "lock-step": lock_step,
-    "locked-forward": LockedForward,
-}
-"""Orders of pipelined methods by name."""
 
 
 @dataclass(frozen=True)
@@ -319,23 +311,6 @@ class Trainer:
 
     def _on_device(self, inputs: Tensor | Streams) -> Streams:
         return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
-
-
-def choose_order(method: Method, stages: int, accumulate: int, order: str | Sequence[int] | None) -> Order:
-    """The order of a method: its own, or for pipelined ones the one that is asked for."""
-    if order is None:
-        return method.order(stages, accumulate)
-    if not method.pipelined:
-        raise ValueError(
-            f"{method.name} has one order only: leave the order out, or choose a pipelined method such as petra"
-        )
-    if isinstance(order, str):
-        if order not in ORDERS:
-            raise unknown("order", order, ORDERS)
-        return ORDERS[order](stages, accumulate)
-    if len(order) != stages:
-        raise ValueError(f"in_flight has {len(order)} numbers for {stages} stages: give one for each stage")
-    return Pipelined(order, accumulate, "in-flight")
 
 
 def weights_hash(network: Mapping[str, Tensor]) -> str:
