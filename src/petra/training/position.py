@@ -30,6 +30,11 @@ class Position:
     memory: list[dict[str, int]] = field(default_factory=list)
     activation_peak: int = 0
 
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.trained / self.seconds if self.seconds else 0.0
+
     def count(self, finished: list[Finished]) -> None:
         """Add micro-batches that have reached the loss to the epoch's figures."""
         for f in finished:

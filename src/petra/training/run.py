@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import torch
 from petra import models
 from petra.execution import Alone, Diverged, Finished, Transport, run_together
 from petra.execution.job import job_name
-from petra.measure import MemoryProbe, Timeline, environment
+from petra.measure import MemoryProbe, Timeline
 from petra.reversible import FixedPoint
 from petra.training import checkpoint
 from petra.training.config import RunConfig
@@ -38,7 +37,8 @@ from petra.training.orders import ORDERS
 from petra.training.position import Position
 from petra.training.progress import Progress
 from petra.training.stopping import stoppable
-from petra.training.trainer import Trainer, weights_hash
+from petra.training.summary import read_summary, summarise
+from petra.training.trainer import Trainer
 
 
 class Interrupted(Exception):
@@ -137,7 +137,7 @@ class Run:
         """Train to the end and return the summary."""
         try:
             if self.position.finished and all(self.transport.gather((self.folder / SUMMARY).exists())):
-                return self._summary()
+                return read_summary(self.folder / SUMMARY)
             with stoppable() as stop:
                 while self.position.epoch < self.config.epochs:
                     self._epoch(stop)
@@ -161,7 +161,7 @@ class Run:
             position.batch += 1
             self._trace()
             stopping = self.transport.any_soon(stop.is_set())
-            self.progress.step(position.loss, position.correct, position.samples, self._rate())
+            self.progress.step(position.loss, position.correct, position.samples, self.position.rate)
             last = position.batch == len(self.train)
             every = self.config.checkpoint_every
             if stopping or (not last and every and self.trainer.executor.microbatches % every == 0):
@@ -214,7 +214,7 @@ class Run:
             "test_loss": position.test_loss,
             "test_accuracy": position.test_accuracy,
             "lr": self._learning_rate(),
-            "samples_per_second": self._rate(),
+            "samples_per_second": self.position.rate,
         }
         self.metrics.write(self.trainer.executor.microbatches, record)
         self.progress.end(record)
@@ -222,32 +222,8 @@ class Run:
         self._save()
 
     def _finish(self) -> dict[str, Any]:
-        config, trainer = self.config, self.trainer
         weights = self._whole_network()
-        summary = {
-            "method": config.method,
-            "model": config.model,
-            "data": config.data,
-            "stages": trainer.layout["stages"],
-            "ranks": self.transport.place.ranks,
-            "replicas": self.transport.place.replicas,
-            "order": trainer.order.name,
-            "staleness": trainer.layout["in_flight"],
-            "corrections": trainer.layout["corrections"],
-            "accumulate": config.accumulate,
-            "epochs": config.epochs,
-            "seed": config.seed,
-            "parameters": sum(p.numel() for p in trainer.network.parameters()),
-            "test_accuracy": self.position.test_accuracy,
-            "test_loss": self.position.test_loss,
-            "best_test_accuracy": self.position.best_accuracy,
-            "best_epoch": self.position.best_epoch,
-            "samples_per_second": self._rate(),
-            "activation_peak_bytes": self.position.activation_peak,
-            "memory_bytes": self.position.memory,
-            "weights_sha256": weights_hash(weights),
-            "environment": environment(self.device),
-        }
+        summary = summarise(self.config, self.trainer, self.position, weights)
         if self.transport.place.speaks:
             checkpoint.export_weights(weights, self.folder / WEIGHTS)
             checkpoint.write_json(self.folder / SUMMARY, summary)
@@ -266,18 +242,9 @@ class Run:
             found |= self._checkpoints.stage(stage)["weights"]["network"]
         return {name: found[name] for name in own}
 
-    def _rate(self) -> float:
-        return self.position.trained / self.position.seconds if self.position.seconds else 0.0
-
     def _learning_rate(self) -> float:
         optimizer = self.trainer.stages[-1].optimizer
         return float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
-
-    def _summary(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.folder / SUMMARY).read_text()))
-        except ValueError as error:
-            raise ValueError(f"{self.folder / SUMMARY} is damaged ({error}): remove it and resume again") from error
 
     def _save(self) -> None:
         for name, value in self.trainer.network.state_dict().items():
