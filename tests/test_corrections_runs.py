@@ -194,6 +194,7 @@ def test_a_run_resumes_with_other_stages(tmp_path):
         make_run(tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="the checkpoint was written with corrections"):
         make_run(tmp_path / "run", resume=True, stages=2, corrections=("predict",))
+    half.close()
     half.trainer.drain()
     other = make_run(tmp_path / "run", resume=True, stages=3, **changes)
     assert other.trainer.evaluate(other.test.epoch(0)) == half.trainer.evaluate(half.test.epoch(0))
