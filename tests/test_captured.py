@@ -151,7 +151,22 @@ def test_around_replayed_ticks_everything_goes_on():
     assert trainers[1].executor.replayed > 30
 
 
-def test_a_restored_state_is_replayed_without_being_recorded_again():
+def test_a_state_that_was_loaded_is_what_is_replayed():
+    """With an optimizer that has no state, whose new memory would be noticed."""
+    trainers = pair(optimizer=lambda p: torch.optim.SGD(p, 0.05, fused=True))
+    for number, (x, y) in enumerate(data(30)):
+        if number == 16:
+            saved = copy.deepcopy([t.state_dict() for t in trainers])
+        if number == 19:
+            for trainer, old in zip(trainers, saved, strict=True):
+                trainer.load_state_dict(old)
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor._recorder.recorded == 1
+    assert trainers[1].executor.replayed > 15
+
+
+def test_a_pipeline_that_fills_again_is_replayed_without_being_recorded_again():
     trainers = pair()
     for x, y in data(20):
         step(trainers, x, y)

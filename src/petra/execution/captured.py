@@ -152,8 +152,8 @@ class CapturedExecutor(LocalExecutor):
             self._settle(steady)
             for to, x in zip((*program.inputs, program.targets), (*inputs, targets), strict=True):
                 to.copy_(x, non_blocking=True)
-            for stage, group, rate in program.rates:
-                rate.fill_(group["lr"] * _factor(stage))
+            for stage, number, rate in program.rates:
+                rate.fill_(_groups(stage)[number]["lr"] * _factor(stage))
             program.repeat()
             self._advance(steady, program, inputs)
         self.replayed += 1
@@ -202,11 +202,11 @@ class CapturedExecutor(LocalExecutor):
     def _as_recorded(self) -> Iterator[list[Rate]]:
         """Inside, whatever is a number on the host and changes from tick to tick is left out, or is on the device."""
         device = self.stages[0].chain.settings.device
-        groups = [(s, group) for s in self.stages if s.optimizer is not None for group in s.optimizer.param_groups]
-        kept = [(group, group["lr"], group.get("capturable")) for _, group in groups]
+        groups = [(s, i, group) for s in self.stages for i, group in enumerate(_groups(s))]
+        kept = [(group, group["lr"], group.get("capturable")) for _, _, group in groups]
         dtype = torch.float32 if device.type == "cuda" else torch.float64  # which is what fused optimizers read
-        rates = [(s, g, torch.tensor(float(g["lr"] * _factor(s)), dtype=dtype, device=device)) for s, g in groups]
-        for _, group, rate in rates:
+        rates = [(s, i, torch.tensor(float(g["lr"] * _factor(s)), dtype=dtype, device=device)) for s, i, g in groups]
+        for (_, _, group), (_, _, rate) in zip(groups, rates, strict=True):
             group["lr"] = rate
             if "capturable" in group:
                 group["capturable"] = True
@@ -289,10 +289,14 @@ def _refusal(stage: Stage) -> str | None:
         return "synthesizers learn within a tick, which is not recorded"
     if stage.average is not None:
         return "replicas average their gradients"
-    for group in stage.optimizer.param_groups if stage.optimizer is not None else ():
+    for group in _groups(stage):
         if not group.get("fused"):
             return f"{type(stage.optimizer).__name__} is not fused, so its learning rate would stay as recorded"
     return None
+
+
+def _groups(stage: Stage) -> list[dict[str, Any]]:
+    return stage.optimizer.param_groups if stage.optimizer is not None else []
 
 
 def _factor(stage: Stage) -> float:

@@ -18,8 +18,11 @@ from petra.methods import BackwardMessage, Kept
 from petra.reversible.streams import Streams
 from petra.schedule import Action
 
-Rate = tuple[Stage, dict[str, Any], Tensor]
-"""A group of a stage's optimizer, and its learning rate as a recorded tick reads it."""
+Rate = tuple[Stage, int, Tensor]
+"""The number of a group of a stage's optimizer, and its learning rate as a recorded tick reads it.
+
+A group is not known by its dictionary, for an optimizer makes others of it when it loads a state.
+"""
 
 
 @dataclass
