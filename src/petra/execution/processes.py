@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from petra.execution.allocation import keep_freed_memory
 from petra.execution.envelope import Template, blank_label, check_label, make_label, payload
 from petra.execution.transport import Arrival, Place, Transport, buckets, flat, spread
 from petra.schedule import Action
@@ -72,6 +73,8 @@ class ProcessTransport(Transport):
         assert coordinate is not None
         super().__init__(Place(coordinate[0], shape[0], coordinate[1], shape[1]), device)
         self._wire = torch.device(device if nccl else "cpu")  # where messages travel
+        if self._wire.type == "cpu":
+            keep_freed_memory()
         self._labelled = not nccl  # on a GPU, looking at a label would make the host wait
         self._verify = verify
         self._data = mesh.get_group("data")
