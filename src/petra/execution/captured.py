@@ -8,7 +8,7 @@ Once the pipeline is full, every tick does the same to other numbers. What waits
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -19,15 +19,17 @@ from torch.utils._pytree import tree_map
 
 from petra.execution.local import LocalExecutor
 from petra.execution.queues import Copy, carry_out
-from petra.execution.recorder import Recorder
+from petra.execution.rates import Rates, groups_of
+from petra.execution.recorder import Reading, Recorder
 from petra.execution.stage import Finished, Stage, check_finite
-from petra.execution.steady import Program, Rate, Steady, Versions
+from petra.execution.steady import Program, Steady, Versions
 from petra.methods import BackwardMessage
 from petra.reversible.streams import Streams
-from petra.schedule import Flush, Kind, Order, Tick
+from petra.schedule import Action, Flush, Kind, Order, Tick
 
 _LATE = 8
-"""Ticks after which the host looks at a loss. It is there by then, so looking does not make the host wait."""
+"""Ticks after which the host looks at a loss. It is there by then, so looking does not make the host wait, but a host
+that is further ahead waits there."""
 
 
 class CapturedExecutor(LocalExecutor):
@@ -49,8 +51,9 @@ class CapturedExecutor(LocalExecutor):
         self._history: dict[int, tuple[Any, int]] = {}  # place in the cycle -> what it was like, how often in a row
         self._recording = False
         self._held: list[Any] = []  # read by a branch, so not to be given to another before they meet
-        self._losses: list[tuple[int, Tensor]] = []  # that nobody has looked at
+        self._losses: list[tuple[int, Reading]] = []  # that nobody has looked at
         self._gradients: dict[Tensor, Tensor] = {}
+        self._modules = {stage.index: stage.chain.modules() for stage in stages}
 
     def tick(self, inputs: Streams, targets: Any, weight: float = 1.0) -> list[Finished]:
         kind = [_kind(x) for x in (*inputs, targets)]
@@ -152,8 +155,7 @@ class CapturedExecutor(LocalExecutor):
             self._settle(steady)
             for to, x in zip((*program.inputs, program.targets), (*inputs, targets), strict=True):
                 to.copy_(x, non_blocking=True)
-            for stage, number, rate in program.rates:
-                rate.fill_(_groups(stage)[number]["lr"] * _factor(stage))
+            program.rates.refresh()
             program.repeat()
             self._advance(steady, program, inputs)
         self.replayed += 1
@@ -189,24 +191,23 @@ class CapturedExecutor(LocalExecutor):
         for f in program.finished:
             loss, outputs, targets = tree_map(Tensor.clone, (f.loss, f.outputs, f.targets))
             results.append(replace(f, microbatch=first + f.microbatch, loss=loss, outputs=outputs, targets=targets))
-            self._losses.append((first + f.microbatch, loss))
+            self._losses.append((first + f.microbatch, Reading(loss)))
         self._look_at_losses(_LATE)
         return results
 
     def _look_at_losses(self, spared: int) -> None:
         while len(self._losses) > spared:
             microbatch, loss = self._losses.pop(0)
-            check_finite(loss, microbatch, self.stages[-1].index, "a few updates have been made since")
+            check_finite(loss(), microbatch, self.stages[-1].index, "a few updates have been made since")
 
     @contextmanager
-    def _as_recorded(self) -> Iterator[list[Rate]]:
+    def _as_recorded(self) -> Iterator[Rates]:
         """Inside, whatever is a number on the host and changes from tick to tick is left out, or is on the device."""
         device = self.stages[0].chain.settings.device
-        groups = [(s, i, group) for s in self.stages for i, group in enumerate(_groups(s))]
-        kept = [(group, group["lr"], group.get("capturable")) for _, _, group in groups]
-        dtype = torch.float32 if device.type == "cuda" else torch.float64  # which is what fused optimizers read
-        rates = [(s, i, torch.tensor(float(g["lr"] * _factor(s)), dtype=dtype, device=device)) for s, i, g in groups]
-        for (_, _, group), (_, _, rate) in zip(groups, rates, strict=True):
+        rates = Rates(self.stages, device)
+        groups = [group for stage in self.stages for group in groups_of(stage)]
+        kept = [(group, group["lr"], group.get("capturable")) for group in groups]
+        for group, rate in zip(groups, rates.table, strict=True):
             group["lr"] = rate
             if "capturable" in group:
                 group["capturable"] = True
@@ -236,11 +237,25 @@ class CapturedExecutor(LocalExecutor):
             return super()._perform(tick)
         finished = []
         for phase in tick:
-            for stage, actions in groupby(phase, lambda action: action.stage):
-                with self._recorder.branch(stage):
-                    finished += super()._perform((tuple(actions),))
+            for _, actions in groupby(phase, lambda action: action.stage):
+                before: list[Action] = []
+                for action in actions:
+                    with self._branch(action, before):
+                        finished += super()._perform(((action,),))
+                    before.append(action)
             self._recorder.join()
         return finished
+
+    def _branch(self, action: Action, before: Sequence[Action]) -> AbstractContextManager[None]:
+        """A stage goes backward beside its forward, which is that of another micro-batch, and then updates."""
+        main, side = 2 * action.stage, 2 * action.stage + 1
+        if action.kind is not Kind.BACKWARD:
+            if action.kind is not Kind.FORWARD:
+                self._recorder.after(main, side)
+            return self._recorder.branch(main)
+        if any(b.kind is not Kind.FORWARD or b.microbatch == action.microbatch for b in before):
+            self._recorder.after(side, main)
+        return self._recorder.branch(side)
 
     def _take_up(self, stage: int, microbatch: int) -> Streams:
         streams = super()._take_up(stage, microbatch)
@@ -275,8 +290,8 @@ class CapturedExecutor(LocalExecutor):
         return numbers, stashed, ages, [stage.accumulated for stage in self.stages]
 
     def _fixed(self) -> Any:
-        modes = [m.training for stage in self.stages for layer in stage.chain.layers for m in layer.modules()]
-        return modes, [tensor.data_ptr() for stage in self.stages for tensor in stage.fixed()]
+        pointers = [tensor.data_ptr() for stage in self.stages for tensor in stage.fixed(self._modules[stage.index])]
+        return [m.training for modules in self._modules.values() for m in modules], pointers
 
 
 def _refusal(stage: Stage) -> str | None:
@@ -289,18 +304,10 @@ def _refusal(stage: Stage) -> str | None:
         return "synthesizers learn within a tick, which is not recorded"
     if stage.average is not None:
         return "replicas average their gradients"
-    for group in _groups(stage):
+    for group in groups_of(stage):
         if not group.get("fused"):
             return f"{type(stage.optimizer).__name__} is not fused, so its learning rate would stay as recorded"
     return None
-
-
-def _groups(stage: Stage) -> list[dict[str, Any]]:
-    return stage.optimizer.param_groups if stage.optimizer is not None else []
-
-
-def _factor(stage: Stage) -> float:
-    return 1.0 if stage.corrected is None else stage.corrected.site.rate
 
 
 def _kind(x: Any) -> Any:

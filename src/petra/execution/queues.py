@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -57,6 +58,7 @@ class Queue:
         self._numbers: list[int] = []
         self._spec: TreeSpec | None = None
         self._leaves: list[Any] = []  # rings, and what has no values of its own as it is
+        self._trees: dict[int, Any] = {}  # what lies at each place
 
     @property
     def numbers(self) -> list[int]:
@@ -86,7 +88,7 @@ class Queue:
         """Have the oldest wait as what lies at ``slot``, wherever that is when the tick is replayed."""
         if self._numbers:
             found = [leaf.oldest(slot) if isinstance(leaf, Ring) else leaf for leaf in self._leaves]
-            self.waiting()[self._numbers[0]] = self._tree(found)
+            self.waiting()[self._numbers[0]] = self._unpack(self._tree(found))
 
     def store(self, slot: Tensor) -> list[Copy]:
         """Lay the newcomer where the oldest was; copies that are left to do."""
@@ -117,11 +119,14 @@ class Queue:
 
     def _at(self, number: int) -> Any:
         place = self._place(number)
-        return self._tree([leaf.views[place] if isinstance(leaf, Ring) else leaf for leaf in self._leaves])
+        if place not in self._trees:
+            leaves = [leaf.views[place] if isinstance(leaf, Ring) else leaf for leaf in self._leaves]
+            self._trees[place] = self._tree(leaves)
+        return self._unpack(self._trees[place])
 
     def _tree(self, leaves: list[Any]) -> Any:
         assert self._spec is not None
-        return self._unpack(tree_unflatten(leaves, self._spec))
+        return tree_unflatten(leaves, self._spec)
 
 
 def carry_out(copies: Iterable[Copy]) -> None:
@@ -140,8 +145,11 @@ def carry_out(copies: Iterable[Copy]) -> None:
         if not free:  # tensors that change places
             left[0] = left[0][0], left[0][1].clone()
             continue
+        alike: dict[torch.dtype, list[Copy]] = {}
         for i in free:
-            left[i][0].copy_(left[i][1])
+            alike.setdefault(left[i][0].dtype, []).append(left[i])
+        for pairs in alike.values():
+            torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
         left = [copy for i, copy in enumerate(left) if i not in free]
 
 

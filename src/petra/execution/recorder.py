@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 Repeat = Callable[[], object]
 
@@ -20,8 +21,29 @@ class Recorder(Protocol):
     def branch(self, number: int) -> AbstractContextManager[None]:
         """Inside, work does not wait for that in other branches, until `join`."""
 
+    def after(self, number: int, other: int) -> None:
+        """What comes next in branch ``number`` waits for what was done in branch ``other``."""
+
     def join(self) -> None:
         """What comes next waits for all branches."""
+
+
+class Reading:
+    """A number on the device that the host will want to know later, without waiting for what comes after it."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._number, self._there = number, None
+        if number.is_cuda:
+            self._number = torch.empty_like(number, device="cpu", pin_memory=True)
+            self._number.copy_(number, non_blocking=True)
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record()
+
+    def __call__(self) -> Tensor:
+        """The number, on the host."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._number
 
 
 class GraphRecorder:
@@ -42,15 +64,21 @@ class GraphRecorder:
 
     @contextmanager
     def branch(self, number: int) -> Iterator[None]:
-        here = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._lane(number)):
+            yield
+
+    def after(self, number: int, other: int) -> None:
+        if self._lanes.get(other) in self._open:
+            self._lane(number).wait_stream(self._lanes[other])
+
+    def _lane(self, number: int) -> torch.cuda.Stream:
         if number not in self._lanes:
             self._lanes[number] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         lane = self._lanes[number]
         if lane not in self._open:
-            lane.wait_stream(here)
+            lane.wait_stream(torch.cuda.current_stream(self._device))
             self._open.append(lane)
-        with torch.cuda.stream(lane):
-            yield
+        return lane
 
     def join(self) -> None:
         here = torch.cuda.current_stream(self._device)

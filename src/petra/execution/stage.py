@@ -5,7 +5,7 @@ Executors call `forward`, `backward` and `update` in the order of the schedule a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -239,10 +239,10 @@ class Stage:
         outputs = tuple(dense(y) for y in self.chain.predict(self._unpacked(inputs)))
         return outputs if self.last else self._packed(outputs)
 
-    def fixed(self) -> list[Tensor]:
-        """The tensors that are trained where they lie."""
+    def fixed(self, modules: Iterable[nn.Module]) -> list[Tensor]:
+        """The tensors that are trained where they lie; ``modules`` are all those of the stage."""
         optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
-        buffers = [b for layer in self.chain.layers for b in layer.buffers()]
+        buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         corrected = self.corrected.tensors() if self.corrected is not None else []
         states = [v for state in optimizer for v in state.values() if isinstance(v, Tensor)]
         return [*self.parameters, *buffers, *states, *corrected]

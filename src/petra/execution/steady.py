@@ -11,18 +11,13 @@ from torch import Tensor
 
 from petra.execution.local import LocalExecutor
 from petra.execution.queues import Copy, Queue, carry_out
+from petra.execution.rates import Rates
 from petra.execution.recorder import Repeat
-from petra.execution.stage import Finished, Stage
+from petra.execution.stage import Finished
 from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Kept
 from petra.reversible.streams import Streams
 from petra.schedule import Action
-
-Rate = tuple[Stage, int, Tensor]
-"""The number of a group of a stage's optimizer, and its learning rate as a recorded tick reads it.
-
-A group is not known by its dictionary, for an optimizer makes others of it when it loads a state.
-"""
 
 
 @dataclass
@@ -39,7 +34,7 @@ class Program:
     finished: list[Finished]
     """What reached the loss, micro-batches counted likewise, in memory that every replay writes again."""
     actions: list[Action]
-    rates: list[Rate]
+    rates: Rates
 
 
 class Versions(MutableMapping[int, list[Tensor]]):
@@ -124,4 +119,4 @@ def _inputs_of(kept: Kept) -> list[Streams]:
 
 
 def _kept(inputs: list[Streams]) -> Kept:
-    return Kept(inputs=inputs)
+    return Kept(inputs=list(inputs))

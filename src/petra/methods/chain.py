@@ -95,6 +95,10 @@ class Chain:
         """All parameters of the stage, each once."""
         return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 
+    def modules(self) -> list[nn.Module]:
+        """All modules of the stage, each once."""
+        return list(dict.fromkeys(module for layer in self.layers for module in layer.modules()))
+
     def evaluate(self, segment: Segment, streams: Streams, microbatch: int) -> Streams:
         """Outputs alone: no graph, running statistics left as they are."""
         with torch.no_grad(), self._evaluation(), frozen_statistics(self._norms):
@@ -116,7 +120,7 @@ class Chain:
 
     def predict(self, streams: Streams) -> Streams:
         """Outputs in evaluation mode; the layers are in the mode they were in before afterwards."""
-        training = [m for layer in self.layers for m in layer.modules() if m.training]
+        training = [m for m in self.modules() if m.training]
         for module in training:
             module.training = False
         try:
@@ -198,8 +202,7 @@ class Chain:
         Autograd refuses a graph whose weights were written into since. Those here never are, if whoever updates
         moves the weights to other memory first.
         """
-        modules = dict.fromkeys(module for layer in self.layers for module in layer.modules())
-        own = [(module._parameters, dict(module._parameters)) for module in modules]
+        own = [(module._parameters, dict(module._parameters)) for module in self.modules()]
         aliases = {p: nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
         for places, parameters in own:
             places.update({name: aliases[p] for name, p in parameters.items() if p is not None})
