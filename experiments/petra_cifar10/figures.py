@@ -30,10 +30,11 @@ def draw(plan: str, known: Known, path: Path) -> bool:
 def _curves(plan: str) -> Any:
     def drawn(figure: Any, known: Known) -> None:
         axis = figure.subplots()
-        for name, trials in groups(plan).items():
+        for place, (name, trials) in enumerate(groups(plan).items()):
             runs = [known[t.name]["test_accuracies"] for t in trials if t.name in known]
             if runs:
-                axis.plot(range(1, len(runs[0]) + 1), [100 * fmean(v) for v in zip(*runs, strict=True)], label=name)
+                means = [100 * fmean(v) for v in zip(*runs, strict=True)]
+                axis.plot(range(1, len(means) + 1), means, "-" if place < 10 else "--", label=name)
         axis.legend(fontsize="x-small")
         axis.set(xlabel="epoch", ylabel="test accuracy, %", ylim=(max(80, axis.get_ylim()[0]), None))
 
@@ -63,7 +64,8 @@ def _table4(figure: Any, known: Known) -> None:
         axis.bar([x for x, _ in points], [y for _, y in points], 0.14, label=method)
     axis.set_xticks(range(3), names)
     axis.legend(fontsize="small")
-    axis.set(ylabel="test accuracy, %", ylim=(85, None))
+    lowest = min(100 * known[t.name]["test_accuracy"] for t in PLANS["table4"] if t.name in known)
+    axis.set(ylabel="test accuracy, %", ylim=(lowest - 1, None))
 
 
 def _corrections(figure: Any, known: Known) -> None:

@@ -49,6 +49,7 @@ def of_run(trial: Trial, folder: Path) -> Result | None:
     summary = json.loads((folder / "summary.json").read_text())
     records = _lines(folder / "metrics.jsonl")
     config = json.loads((folder / "config.json").read_text())
+    config.pop("data", None)  # a path of one machine
     late = [r["test_accuracy"] for r in records if isclose(r["lr"], records[-1]["lr"])]
     found = {
         "config": config,
