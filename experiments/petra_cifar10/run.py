@@ -1,6 +1,6 @@
 """The experiments of the PETRA paper on CIFAR-10, several trainings at a time on one GPU.
 
-    python experiments/petra_cifar10/run.py table2 --data path/to/cifar10 --jobs 6 --limit 540 -- --autocast bf16
+    python experiments/petra_cifar10/run.py table2 --data path/to/cifar10 --jobs 6 --limit 500 -- --autocast bf16
     python experiments/petra_cifar10/run.py --list                      # plans, their trainings and how far they are
     python experiments/petra_cifar10/run.py table2 --summarise          # table and figure of what is finished
     python experiments/petra_cifar10/run.py --smoke --jobs 2            # all plans, tiny, on digits and the CPU
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, resul
 
 def main() -> int:
     """Train what is left, and summarise."""
+    began = time.monotonic()
     given, extra = options()
     trials = selected(given)
     if given.list:
@@ -118,7 +120,8 @@ def main() -> int:
         left = [job(trial, given, data, extra) for trial in trials if trial.name not in known]
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given.jobs)))
         with jobs.shared_gpu(given.out, given.mps):
-            failed = jobs.carry_out(left, given.jobs, given.limit).failed
+            limit = None if given.limit is None else given.limit - (time.monotonic() - began)
+            failed = jobs.carry_out(left, given.jobs, limit).failed
     known = summarise(given, trials)
     for name, why in failed.items():
         print(f"FAILED {name}: {why}", file=sys.stderr)
