@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from petra.cli.options import add_run_options, set_up_device
+from petra.cli.options import add_checkpoint_options, add_run_options, set_up_device
 from petra.cli.train import configure
 from petra.execution.job import processes
 from petra.measure import Fidelity, Measurement
@@ -38,9 +38,7 @@ def add_to(commands: Any) -> None:
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
     existing.add_argument("--overwrite", action="store_true", help="replace the run in --out")
-    parser.add_argument(
-        "--checkpoint-every", type=int, metavar="TICKS", help="also write a checkpoint every so many micro-batches"
-    )
+    add_checkpoint_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -48,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     """Train under watch, then print and write means, and draw the figure."""
     if options.every < 1:
         raise ValueError(f"--every is {options.every}: give the number of updates, 1 or more")
-    config, folder = configure(options, may_change=("checkpoint_every",), kind="fidelity-")
+    config, folder = configure(options, may_change=("checkpoint_every", "checkpoint_epochs"), kind="fidelity-")
     if processes() > 1:
         raise ValueError(f"{processes()} processes were started: gradients are compared in one process")
     if not (options.resume or options.overwrite):

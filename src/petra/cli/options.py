@@ -164,11 +164,24 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     where.add_argument("--quiet", action="store_true", help="no progress")
 
 
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """How often a run is saved; it may be given anew when the run is resumed."""
+    parser.add_argument(
+        "--checkpoint-every", type=int, metavar="TICKS", help="also write a checkpoint every so many micro-batches"
+    )
+    parser.add_argument(
+        "--checkpoint-epochs",
+        type=int,
+        metavar="N",
+        help="epochs from one checkpoint to the next (default 1); what is in flight can be a gigabyte",
+    )
+
+
 _CONFIG = (
     *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
     *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
     *("label_smoothing", "autocast", "exact", "compile", "messages", "corrections", "seed", "replicas"),
-    "checkpoint_every",
+    *("checkpoint_every", "checkpoint_epochs"),
 )
 _MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
 

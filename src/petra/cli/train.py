@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from petra.cli.launch import launch
-from petra.cli.options import add_run_options, given, set_up_device, whole_numbers
+from petra.cli.options import add_checkpoint_options, add_run_options, given, set_up_device, whole_numbers
 from petra.execution.job import Spoken, join, processes
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
@@ -18,7 +18,7 @@ from petra.training.faults import Fault, fail_at
 from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite, remove_run
 from petra.training.run import Interrupted, Run
 
-MAY_CHANGE = ("checkpoint_every", "stages", "order", "replicas")
+MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "order", "replicas")
 """Options that a resumed run may be given anew."""
 
 
@@ -37,9 +37,7 @@ def add_to(commands: Any) -> None:
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
     existing.add_argument("--overwrite", action="store_true", help="replace the run in --out")
-    parser.add_argument(
-        "--checkpoint-every", type=int, metavar="TICKS", help="also write a checkpoint every so many micro-batches"
-    )
+    add_checkpoint_options(parser)
     many = parser.add_argument_group("on several processes")
     many.add_argument("--ranks", type=int, metavar="N", help="processes that share the stages (default 1)")
     many.add_argument(

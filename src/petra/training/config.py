@@ -58,6 +58,7 @@ class RunConfig:
     length: int | None = None
     vocab_size: int | None = None
     checkpoint_every: int = 0
+    checkpoint_epochs: int = 1
 
     @classmethod
     def from_options(cls, recipe: str | None, options: dict[str, Any]) -> RunConfig:
@@ -152,7 +153,7 @@ class RunConfig:
 
     def validate(self) -> None:
         """Raise ValueError for the first thing that cannot work."""
-        for name in ("epochs", "batch_size", "accumulate", "replicas", "length", "vocab_size"):
+        for name in ("epochs", "batch_size", "accumulate", "replicas", "length", "vocab_size", "checkpoint_epochs"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
         for name in ("lr", "momentum", "weight_decay", "warmup_epochs", "checkpoint_every", "seed"):

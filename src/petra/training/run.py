@@ -219,7 +219,8 @@ class Run:
         self.metrics.write(self.trainer.executor.microbatches, record)
         self.progress.end(record)
         position.batch, position.loss, position.correct, position.samples = 0, 0.0, 0, 0
-        self._save()
+        if position.epoch % self.config.checkpoint_epochs == 0 or position.epoch == self.config.epochs:
+            self._save()
 
     def _finish(self) -> dict[str, Any]:
         weights = self._whole_network()

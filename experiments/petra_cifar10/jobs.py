@@ -1,0 +1,130 @@
+"""Carries trainings out, several at a time on one device, until they are done or time is up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+GRACE = 90.0
+"""Seconds that a training has for its checkpoint once it is asked to stop."""
+LEAST = 20.0
+"""Seconds that have to be left for a training to be begun."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command with a folder of its own, in which ``log.txt`` takes what it says."""
+
+    name: str
+    command: list[str]
+    folder: Path
+
+
+@dataclass
+class Outcome:
+    """Names of the jobs that ended well, that stopped when asked, and that failed, with their last words."""
+
+    done: list[str]
+    stopped: list[str]
+    failed: dict[str, str]
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+
+def carry_out(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> Outcome:
+    """Run the jobs in their order; after ``limit`` seconds, or when asked to stop, let none begin and end the others.
+
+    They are ended with SIGTERM, at which petra writes a checkpoint.
+    """
+    waiting, running, outcome = list(jobs), list[_Running](), Outcome([], [], {})
+    end = None if limit is None else time.monotonic() + limit
+    asked = False
+    with _stop_requests() as requests:
+        while running or (waiting and not asked):
+            left = float("inf") if end is None else end - time.monotonic()
+            if not asked and (requests or left <= 0):
+                asked = True
+                print(f"stopping {len(running)} trainings; they write checkpoints", flush=True)
+                for one in running:
+                    one.process.terminate()
+                deadline = time.monotonic() + GRACE
+            if asked and time.monotonic() > deadline:
+                for one in running:
+                    one.process.kill()
+            while waiting and len(running) < at_once and not asked and left > LEAST:
+                running.append(_begin(waiting.pop(0)))
+            if waiting and not running and not asked:
+                break  # too little time is left for another
+            time.sleep(0.1)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                _end(one, outcome, asked)
+    return outcome
+
+
+def _begin(job: Job) -> _Running:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    log = (job.folder / "log.txt").open("ab")
+    print(f"begin {job.name}", flush=True)
+    # In a group of its own, so that Ctrl-C reaches it once: from here.
+    process = subprocess.Popen(job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+    return _Running(job, process, log)
+
+
+def _end(one: _Running, outcome: Outcome, asked: bool) -> None:
+    one.log.close()
+    code, name = one.process.returncode, one.job.name
+    if code == 0:
+        outcome.done.append(name)
+    elif code == 130 or (asked and code in (-signal.SIGTERM, -signal.SIGKILL)):
+        outcome.stopped.append(name)
+    else:
+        lines = (one.job.folder / "log.txt").read_text(errors="replace").strip().splitlines()
+        outcome.failed[name] = lines[-1] if lines else f"exit code {code}"
+    said = "done" if code == 0 else "stopped" if name in outcome.stopped else f"FAILED: {outcome.failed[name]}"
+    print(f"{said}: {name}" if code in (0, 130) else f"{name}: {said}", flush=True)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """The signals that have come and ask to stop."""
+    came: list[int] = []
+    usual = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def shared_gpu(folder: Path, wanted: bool) -> Iterator[None]:
+    """CUDA's Multi-Process Service, with which kernels of several processes run at the same time, not by turns."""
+    program = shutil.which("nvidia-cuda-mps-control") if wanted else None
+    if program is None:
+        if wanted:
+            print("there is no nvidia-cuda-mps-control here: trainings share the GPU by turns", file=sys.stderr)
+        yield
+        return
+    pipes = folder.resolve() / "mps"
+    pipes.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
+    subprocess.run([program, "-d"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([program], input=b"quit\n", check=False)

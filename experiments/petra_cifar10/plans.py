@@ -1,0 +1,163 @@
+"""What is trained for which table or figure: named lists of trainings, the most important first.
+
+A training that two plans need has one name and is made once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+IMAGES_PER_SECOND = 60_000
+"""A guess at what several captured trainings of a RevNet-18 come to together on an H200."""
+COST = {"18": 1.0, "34": 1.9, "50": 3.0}
+"""What a sample costs in networks of these depths, about, in units of RevNet-18."""
+WATCHED_IMAGES_PER_SECOND = 2_000
+"""A guess at the speed of one training under `petra fidelity`, whose ticks are not captured."""
+
+SHORT = {"epochs": 30, "warmup_epochs": 2, "drops": "0.5,0.8", "batch_size": 64}
+"""Thirty epochs without accumulation, for what is about staleness; lr is 0.025 by the paper's rule."""
+SMOKE = {"data": "digits", "width": 4, "epochs": 2, "warmup_epochs": 1, "batch_size": 512, "lr": 0.01}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: a name, and options of `petra train` over those of the recipe petra-cifar10."""
+
+    name: str
+    options: dict[str, Any]
+    seed: int = 0
+    command: str = "train"
+
+    @property
+    def group(self) -> str:
+        """The name without the seed: runs of the same group are averaged."""
+        return self.name.rpartition("-s")[0]
+
+    @property
+    def seconds(self) -> float:
+        """A guess at the GPU's time."""
+        images = self.options["epochs"] * 50_000
+        if self.command == "fidelity":
+            return images / WATCHED_IMAGES_PER_SECOND
+        return images * COST[self.options["model"][-2:]] / IMAGES_PER_SECOND
+
+    def arguments(self) -> list[str]:
+        """For the command line of petra, without data, device and folder."""
+        found = [self.command, "--recipe", "petra-cifar10", "--seed", str(self.seed)]
+        for name, value in self.options.items():
+            found += [f"--{name.replace('_', '-')}", str(value)]
+        return found
+
+    def smoke(self) -> Trial:
+        """The same, tiny, on digits."""
+        options = {**self.options, **SMOKE}
+        return replace(self, options={**options, "every": 1} if self.command == "fidelity" else options)
+
+
+def trial(model: str, method: str, seed: int = 0, *, tag: str = "", command: str = "train", **options: Any) -> Trial:
+    """A training whose name says what it is; exact methods are one stage, the others a stage a block."""
+    exact = method in ("backprop", "reversible")
+    stages = 1 if exact else 10 if model.endswith("18") else 18
+    made = {"model": model, "method": method, "stages": stages, **options}
+    words = [model, method]
+    if not exact and "order" in options:
+        words.append(options["order"])
+    if corrections := options.get("correct"):
+        words.append(corrections.replace(",", "+").replace(":", ""))
+    words += [f"k{options['accumulate']}", f"e{options['epochs']}", *([tag] if tag else [])]
+    words += ["watched"] if command == "fidelity" else []
+    return Trial("-".join([*words, f"s{seed}"]), made, seed, command)
+
+
+def _table2() -> list[Trial]:
+    hundred = {"epochs": 100}
+    paper = {**hundred, "batch_size": 128, "lr": 0.1, "accumulate": 1}  # of standard backprop
+
+    def backprop(model: str, seed: int = 0) -> Trial:
+        return trial(model, "backprop", seed, **paper)
+
+    def petra(model: str, k: int, seed: int = 0, order: str = "lock-step") -> Trial:
+        return trial(model, "petra", seed, order=order, accumulate=k, **hundred)
+
+    plan = [backprop("revnet18"), petra("revnet18", 4), petra("revnet18", 8), petra("revnet18", 2)]
+    for seed in (1, 2):
+        plan += [backprop("revnet18", seed), petra("revnet18", 4, seed)]
+    plan += [backprop("resnet18", seed) for seed in (0, 1, 2)]
+    for model in ("revnet34", "revnet50"):
+        plan += [backprop(model), petra(model, 8)]
+    plan += [petra("revnet18", k, seed) for seed in (1, 2) for k in (8, 2)]
+    plan += [petra("revnet18", 4, seed, "low-staleness") for seed in (0, 1, 2)]
+    plan += [petra("revnet34", 4), petra("revnet50", 4), backprop("resnet34"), backprop("resnet50")]
+    return [*plan, petra("revnet18", 1)]
+
+
+def _figure4() -> list[Trial]:
+    plan = []
+    for k in (1, 32, 4, 16, 2, 8):
+        for method in ("petra", "backprop"):
+            order = {"order": "lock-step"} if method == "petra" else {}
+            plan.append(trial("revnet18", method, **order, accumulate=k, epochs=30, tag="figure4"))
+    return plan
+
+
+def _short(method: str, seed: int = 0, model: str = "revnet18", **options: Any) -> Trial:
+    return trial(model, method, seed, **options, accumulate=1, **SHORT)
+
+
+TABLE_4 = {  # delayed, input buffer, parameter buffer; accuracy on CIFAR-100 of RevNet-18, 34 and 50
+    "backprop": ("no", "yes", "yes", (77.5, 78.1, 78.5)),
+    "delayed": ("yes", "yes", "yes", (76.5, 76.3, 77.7)),
+    "checkpointed": ("yes", "yes", "no", (76.4, 75.5, 76.7)),
+    "petra-stashed": ("yes", "no", "yes", (75.4, 76.4, 78.3)),
+    "petra": ("yes", "no", "no", (75.9, 75.2, 77.2)),
+}
+
+
+def _table4() -> list[Trial]:
+    where = [("revnet18", 0), ("revnet18", 1), ("revnet18", 2), ("revnet34", 0), ("revnet50", 0)]
+    return [
+        _short(method, seed, model, **({} if method == "backprop" else {"order": "lock-step"}))
+        for model, seed in where
+        for method in TABLE_4
+    ]
+
+
+_MAIN = ("", "predict", "predict,spike", "predict,shrink:0.95")
+_OTHERS = ("spike", "shrink:0.95", "shrink:0.9", "shrink:0.8", "reschedule:3910", "discrepancy:0.135")
+_OTHERS += ("predict,reschedule:3910", "discrepancy:0.135,reschedule:3910", "predict,shrink:0.8")
+
+
+def _corrected(order: str, correct: str, seed: int = 0) -> Trial:
+    return _short("petra", seed, order=order, **({"correct": correct} if correct else {}))
+
+
+def _corrections() -> list[Trial]:
+    plan = []
+    for seed in (0, 1, 2):
+        plan += [_short("backprop", seed), *(_corrected("low-staleness", c, seed) for c in _MAIN)]
+        plan.append(_corrected("lock-step", "", seed))
+        if seed == 0:
+            plan += [_corrected("low-staleness", c) for c in _OTHERS]
+    return plan + [_corrected("lock-step", c) for c in ("predict", "predict,spike")]
+
+
+def _fidelity() -> list[Trial]:
+    watched = {"command": "fidelity", "accumulate": 1, "every": 52, **SHORT}  # 15 times an epoch, as in the paper
+    return [
+        trial("revnet18", "petra", order="lock-step", **watched),
+        trial("revnet18", "petra", order="low-staleness", **watched),
+        trial("revnet18", "petra", order="low-staleness", correct="predict", **watched),
+        trial("revnet18", "delayed", order="lock-step", **watched),
+    ]
+
+
+PLANS: dict[str, list[Trial]] = {
+    "table2": _table2(),
+    "full": [trial("revnet18", "petra", order="lock-step", accumulate=4, epochs=300)],
+    "corrections": _corrections(),
+    "table4": _table4(),
+    "figure4": _figure4(),
+    "fidelity": _fidelity(),
+}
+"""All plans by name."""

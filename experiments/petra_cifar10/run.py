@@ -1,0 +1,132 @@
+"""The experiments of the PETRA paper on CIFAR-10, several trainings at a time on one GPU.
+
+    python experiments/petra_cifar10/run.py table2 --data path/to/cifar10 --jobs 6 --limit 500 -- --autocast bf16
+    python experiments/petra_cifar10/run.py --list                      # plans, their trainings and how far they are
+    python experiments/petra_cifar10/run.py table2 --summarise          # table and figure of what is finished
+    python experiments/petra_cifar10/run.py --smoke --jobs 2            # all plans, tiny, on digits and the CPU
+
+Each training is a `petra train` (or `petra fidelity`) in a folder of its own under --out, to which all that follows --
+is given. One that is finished is not made again, one that was begun goes on from its last checkpoint: give the same
+command until nothing is left. Results go into --results, which is all that has to be kept. The exit code is 0 if all
+trainings are done, 1 if some failed and 3 if some are left. Times of --list are estimates, not measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+
+import cache
+import figures
+import jobs
+import results
+from plans import PLANS, Trial
+from tables import TABLES
+
+HERE = Path(__file__).parent
+
+
+def options() -> tuple[argparse.Namespace, list[str]]:
+    """Ours, and those that go to every training."""
+    arguments = sys.argv[1:]
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plans", nargs="*", metavar="PLAN", help=f"any of {', '.join(PLANS)} (default: all)")
+    parser.add_argument("--data", help="folder of CIFAR-10; parquet is decoded once, into --out")
+    parser.add_argument("--out", type=Path, default=Path("runs/petra_cifar10"), help="of trainings: %(default)s")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of results, tables and figures")
+    parser.add_argument("--jobs", type=int, default=4, help="trainings at a time (default %(default)s)")
+    parser.add_argument("--mps", action="store_true", help="share the GPU through CUDA's Multi-Process Service")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop all with a checkpoint after so long")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of trainings, like '*-s0'")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--list", action="store_true", help="say what there is to do, and do nothing")
+    parser.add_argument("--summarise", action="store_true", help="only make tables and figures")
+    parser.add_argument("--smoke", action="store_true", help="tiny trainings on digits, in folders of their own")
+    given = parser.parse_args(arguments[:split])
+    for plan in given.plans:
+        if plan not in PLANS:
+            parser.error(f"there is no plan {plan!r}: choose from {', '.join(PLANS)}")
+    given.plans = given.plans or list(PLANS)
+    if given.smoke:
+        given.device, given.out = "cpu", given.out.with_name(given.out.name + "_smoke")
+        given.results = given.out / "results"
+    elif given.data is None and not (given.list or given.summarise):
+        parser.error("--data is missing: give the folder of CIFAR-10")
+    return given, arguments[split + 1 :]
+
+
+def selected(given: argparse.Namespace) -> list[Trial]:
+    """The trainings that were asked for, each once."""
+    found = {t.name: t for plan in given.plans for t in PLANS[plan] if any(fnmatch(t.name, p) for p in given.only)}
+    return [trial.smoke() if given.smoke else trial for trial in found.values()]
+
+
+def job(trial: Trial, given: argparse.Namespace, data: str | None, extra: list[str]) -> jobs.Job:
+    """The command of a training, which goes on where it was if it has been begun."""
+    folder = given.out / trial.name
+    command = [sys.executable, "-m", "petra", *trial.arguments(), "--device", given.device, "--out", str(folder)]
+    command += ["--data", data] if data is not None else []
+    return jobs.Job(trial.name, [*command, "--resume", "--quiet", *extra], folder)
+
+
+def show(given: argparse.Namespace, trials: list[Trial]) -> None:
+    """What there is to do, and about how long it takes."""
+    known = results.read(given.results)
+    wanted = {trial.name for trial in trials}
+    seen: set[str] = set()
+    for plan in given.plans:
+        own = [t for t in PLANS[plan] if t.name in wanted]
+        left = [t for t in own if t.name not in known and t.name not in seen]
+        print(f"{plan}: {len(own)} trainings; estimate for those to be made: {sum(t.seconds for t in left):.0f} s")
+        for t in own:
+            shared = ", see above" if t.name in seen else ""
+            print(f"  {t.name:60} {t.seconds:6.0f} s  {results.state(t, given.out, known)}{shared}")
+        seen |= {t.name for t in own}
+
+
+def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, results.Result]:
+    """Keep what is finished; write the table and, with matplotlib, the figure of each plan."""
+    known = results.collect(trials, given.out, given.results)
+    for plan in given.plans:
+        own = PLANS[plan]
+        missing = [t.name for t in own if t.name not in known]
+        table = TABLES[plan](known)
+        note = f"\n\nNot run yet: {', '.join(missing)}.\n" if missing else "\n"
+        (given.results / f"{plan}.md").write_text(table + note)
+        drawn = figures.draw(plan, known, given.results / f"{plan}.png")
+        where = f"in {given.results}/{plan}.md" + (" and .png" if drawn else "")
+        print(f"\n{plan}: {len(own) - len(missing)} of {len(own)} trainings; {where}\n\n{table}", flush=True)
+    return known
+
+
+def main() -> int:
+    """Train what is left, and summarise."""
+    began = time.monotonic()
+    given, extra = options()
+    trials = selected(given)
+    if given.list:
+        show(given, trials)
+        return 0
+    failed: dict[str, str] = {}
+    if not given.summarise:
+        given.out.mkdir(parents=True, exist_ok=True)
+        data = None if given.smoke else cache.decoded(given.data, given.out)
+        known = results.collect(trials, given.out, given.results)
+        left = [job(trial, given, data, extra) for trial in trials if trial.name not in known]
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given.jobs)))
+        with jobs.shared_gpu(given.out, given.mps):
+            limit = None if given.limit is None else given.limit - (time.monotonic() - began)
+            failed = jobs.carry_out(left, given.jobs, limit).failed
+    known = summarise(given, trials)
+    for name, why in failed.items():
+        print(f"FAILED {name}: {why}", file=sys.stderr)
+    return 1 if failed else 3 if any(trial.name not in known for trial in trials) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Checkpoints after every N-th epoch: fewer are written, and a run that dies goes on from the last one."""
+
+import json
+
+import pytest
+
+from petra.training.config import RunConfig
+from petra.training.run import Run
+
+OPTIONS = {"model": "revnet18", "model_options": {"width": 4, "depths": [1]}, "data": "synthetic:1x4x4:3:40"}
+OPTIONS |= {"stages": 3, "batch_size": 10, "epochs": 5, "lr": 0.01, "warmup_epochs": 1.0}
+
+
+class Died(Exception):
+    pass
+
+
+class Watched(Run):
+    """Notes the epochs of its checkpoints, and dies in a tick of an epoch."""
+
+    dies_in = None
+
+    def _save(self):
+        self.saved = [*getattr(self, "saved", []), self.position.epoch]
+        super()._save()
+
+    def _tick(self, *arguments):
+        if self.position.epoch == self.dies_in and self.position.batch == 2:
+            raise Died
+        return super()._tick(*arguments)
+
+
+def config(every):
+    return RunConfig.from_options(None, {**OPTIONS, "checkpoint_epochs": every})
+
+
+@pytest.mark.parametrize(("every", "saved"), [(1, [1, 2, 3, 4, 5, 5]), (2, [2, 4, 5, 5]), (9, [5, 5])])
+def test_which_epochs_are_saved(tmp_path, every, saved):
+    run = Watched(config(every), tmp_path / "run", quiet=True)
+    run()
+    assert run.saved == saved  # the last time as finished
+
+
+def test_a_run_that_dies_goes_on_from_the_last_one(tmp_path):
+    whole = Run(config(2), tmp_path / "whole", quiet=True)()
+    run = Watched(config(2), tmp_path / "run", quiet=True)
+    run.dies_in = 3
+    with pytest.raises(Died):
+        run()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    again = Watched(config(2), tmp_path / "run", resume=True, quiet=True)
+    assert again.position.epoch == 2
+    assert again()["weights_sha256"] == whole["weights_sha256"]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records] == [1, 2, 3, 4, 5]
+
+
+def test_none_at_all_is_refused():
+    with pytest.raises(ValueError, match="--checkpoint-epochs is 0: give 1 or more"):
+        config(0).validate()
