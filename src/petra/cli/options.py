@@ -159,6 +159,11 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
     where = parser.add_argument_group("where")
     where.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    where.add_argument(
+        "--capture",
+        action=argparse.BooleanOptionalAction,
+        help="record the tick of a full pipeline as a CUDA graph and replay it (default: on a GPU, in one process)",
+    )
     where.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     where.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard")
     where.add_argument("--quiet", action="store_true", help="no progress")
@@ -192,6 +197,16 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
     if isinstance(found.get("depths"), int):
         found["depths"] = [found["depths"]]
     return found
+
+
+def refuse_capture(options: argparse.Namespace, count: int = 1) -> None:
+    """Raise ValueError if ticks are to be recorded where they cannot be: by ``count`` processes, or on a CPU."""
+    if options.capture and count > 1:
+        raise ValueError(f"--capture is for one process, and there are to be {count}: leave --capture out")
+    if options.capture and not options.device.startswith("cuda"):
+        raise ValueError(
+            f"--capture records CUDA graphs, and --device is {options.device}: leave --capture out, or use a GPU"
+        )
 
 
 def set_up_device(options: argparse.Namespace) -> torch.device:

@@ -15,7 +15,10 @@ class Recorder(Protocol):
     """Something that can repeat work without the host's part in it."""
 
     def record(self, work: Callable[[], None]) -> Repeat:
-        """Do ``work`` once, and return what does it again in the same memory."""
+        """Do ``work`` once, and return what does it again in the same memory.
+
+        If it raises, nothing has been written to any memory.
+        """
 
     def branch(self, number: int) -> AbstractContextManager[None]:
         """Inside, work does not wait for that in other branches, until `join`."""
@@ -30,13 +33,26 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lanes: dict[int, torch.cuda.Stream] = {}
         self._open: list[torch.cuda.Stream] = []
 
     def record(self, work: Callable[[], None]) -> Repeat:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        failure: Exception | None = None
+        try:
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    work()
+                except Exception as error:
+                    failure = error
+                    raise
+        except Exception as error:
+            self._open.clear()
+            raise (failure or error) from None  # not what the graph says of being left half-way
         graph.replay()
         return graph.replay
 

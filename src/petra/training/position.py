@@ -13,6 +13,7 @@ class Position:
     """Where a run is and what it has seen: what a checkpoint adds to the trainer's state.
 
     ``samples`` are those that ``loss`` and ``correct`` are sums over; in a text each of its tokens counts for one.
+    ``replayed`` are ticks that a GPU has repeated from a recording.
     """
 
     epoch: int = 0
@@ -26,6 +27,7 @@ class Position:
     test_accuracy: float = 0.0
     seconds: float = 0.0
     trained: int = 0
+    replayed: int = 0
     finished: bool = False
     memory: list[dict[str, int]] = field(default_factory=list)
     activation_peak: int = 0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from petra import models
-from petra.execution import Alone, Diverged, Finished, Transport, run_together
+from petra.execution import Alone, CapturedExecutor, Diverged, Finished, Transport, run_together
 from petra.execution.job import job_name
 from petra.measure import MemoryProbe, Timeline
 from petra.reversible import FixedPoint
@@ -50,7 +50,8 @@ class Run:
 
     The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint/``, for text ``vocabulary.json``, and at the end
     ``summary.json`` and ``weights.safetensors``. With a transport, all ranks make the same run; the one that holds
-    the last stage speaks for all of them.
+    the last stage speaks for all of them. On a GPU in one process, ticks are replayed unless ``capture`` is False; that
+    changes the speed and nothing else.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Run:
         transport: Transport | None = None,
         placement: Sequence[int] | None = None,
         trace: int = 0,
+        capture: bool | None = None,
     ) -> None:
         config.validate()
         self.config, self.folder, self.device = config, folder, torch.device(device)
@@ -81,8 +83,10 @@ class Run:
         # A window of text is many samples in one already.
         at_once = config.batch_size if "vocab_size" in self._data.arguments else max(config.batch_size, 256)
         self.test = Batches(self._data, "test", at_once, device=self.device, share=share)
-        self.trainer = self._trainer(transport, config.stages, config.order, placement)
+        self.trainer = self._trainer(transport, config.stages, config.order, placement, capture)
         self.position = Position()
+        self._refusal: str | None = None
+        self._replayed = 0
         self._filled_from = 0  # the micro-batch at which this pipeline began to fill
         self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport)
         keep = self._restore() if resume and self._checkpoints.exist() else 0
@@ -104,6 +108,7 @@ class Run:
         stages: int | Sequence[int],
         order: str | Sequence[int] | None,
         placement: Sequence[int] | None = None,
+        capture: bool | None = False,
     ) -> Trainer:
         config = self.config
         torch.manual_seed(config.seed)
@@ -131,6 +136,7 @@ class Run:
             placement=placement,
             message_dtype=config.message_dtype,
             corrections=config.corrections,
+            capture=capture,
         )
 
     def __call__(self) -> dict[str, Any]:
@@ -160,6 +166,7 @@ class Run:
             position.trained += self.train.size(position.batch)
             position.batch += 1
             self._trace()
+            self._look_at_replays()
             stopping = self.transport.any_soon(stop.is_set())
             self.progress.step(position.loss, position.correct, position.samples, self.position.rate)
             last = position.batch == len(self.train)
@@ -192,6 +199,15 @@ class Run:
         if self.transport.place.speaks:
             trace.save(self.folder / TRACE)
             self.progress.say(f"{trace.table()}\ntrace in {self.folder / TRACE}: open it at https://ui.perfetto.dev")
+
+    def _look_at_replays(self) -> None:
+        executor = self.trainer.executor
+        if isinstance(executor, CapturedExecutor):
+            self.position.replayed += executor.replayed - self._replayed
+            self._replayed = executor.replayed
+            if executor.refusal != self._refusal:
+                self._refusal = executor.refusal
+                self.progress.say(f"ticks are not replayed: {executor.refusal}")
 
     def _probed_tick(self) -> int:
         """A tick with a full pipeline and an update in it, on which memory is measured."""

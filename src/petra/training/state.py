@@ -13,6 +13,9 @@ from petra.execution import Stage
 
 Names = Mapping[Tensor, str]
 
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of an optimizer that say how it computes, not what: they belong to the device, and stay as they are."""
+
 
 def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> dict[str, Any]:
     """What replicas of a stage have in common: its part of ``network``, its optimizer, scheduler, stash and so on."""
@@ -87,7 +90,11 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]
     ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
     index = {name: i for i, name in enumerate(ordered)}
     groups = [
-        {**settings[names[group["params"][0]]], "params": [index[names[p]] for p in group["params"]]}
+        {
+            **settings[names[group["params"][0]]],
+            **{way: group[way] for way in _WAYS if way in group},
+            "params": [index[names[p]] for p in group["params"]],
+        }
         for group in optimizer.param_groups
     ]
     found = {index[name]: states[name] for name in ordered if name in states}

@@ -73,8 +73,9 @@ class Trainer:
     the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
     mean gradient of all. ``message_dtype`` is what float32 travels as between stages, to send half as much
     with ``torch.bfloat16``. ``corrections`` make up for staleness: names like ``"predict"`` or
-    ``"shrink:0.9"``, or objects of `petra.corrections`. With ``capture``, on one GPU and with a fused optimizer, ticks
-    of a full pipeline are recorded as CUDA graphs and replayed; ``executor.refusal`` says why, where they cannot be.
+    ``"shrink:0.9"``, or objects of `petra.corrections`. On a GPU, in one process and with
+    a fused optimizer, ticks of a full pipeline are recorded as CUDA graphs and replayed, unless ``capture`` is False;
+    True refuses devices where that cannot be. ``executor.refusal`` says why, where ticks of this network cannot be.
 
     >>> trainer = Trainer(network, loss=nn.functional.cross_entropy, stages=4,
     ...                   optimizer=lambda p: torch.optim.SGD(p, 0.1))       # doctest: +SKIP
@@ -102,7 +103,7 @@ class Trainer:
         placement: Sequence[int] | None = None,
         message_dtype: torch.dtype | None = None,
         corrections: Sequence[str | Correction] = (),
-        capture: bool = False,
+        capture: bool | None = None,
     ) -> None:
         if not isinstance(network, nn.Sequential):
             raise ValueError(
@@ -119,6 +120,7 @@ class Trainer:
         self.loss = loss
         self.transport = transport = transport if transport is not None else Alone(self.device)
         place = transport.place
+        recorder = make_recorder(self.device, place, capture)
         self.layout = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
@@ -172,14 +174,11 @@ class Trainer:
                 )
                 made.append(stage)
         if place.ranks == 1:
-            recorder = make_recorder(self.device) if capture else None
             self.executor = (
                 LocalExecutor(made, self.order) if recorder is None else CapturedExecutor(made, self.order, recorder)
             )
             self.executor.doing = transport.doing
         else:
-            if capture:
-                raise ValueError("capture is for stages on one device, and there are several ranks: leave it out")
             rehearsal = Rehearsal(list(network), cuts, self.method, message_dtype)
             self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal)
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
