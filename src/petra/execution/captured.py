@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from petra.execution.fixed import Fixed
 from petra.execution.later import Later
 from petra.execution.local import LocalExecutor
 from petra.execution.queues import Copy, carry_out
@@ -49,9 +50,10 @@ class CapturedExecutor(LocalExecutor):
         self._held: list[Any] = []  # read by a branch, so not to be given to another before they meet
         self._losses: list[tuple[int, Later]] = []  # that nobody has looked at
         self._gradients: dict[Tensor, Tensor] = {}
+        self._fixed = Fixed(self.stages)
 
     def tick(self, inputs: Streams, targets: Any, weight: float = 1.0) -> list[Finished]:
-        kind = [_kind(x) for x in (*inputs, targets)]
+        kind = tuple(_kind(x) for x in (*inputs, targets))
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         if (
             self.refusal is not None
@@ -63,7 +65,9 @@ class CapturedExecutor(LocalExecutor):
         ):
             self._history.clear()
             return self._ordinary(inputs, targets, weight)
-        steady = self._steady.setdefault(str(kind), Steady(self))
+        steady = self._steady.get(kind)
+        if steady is None:
+            steady = self._steady[kind] = Steady(self)
         place, fixed = self._tick % self.order.accumulate, self._fixed()
         program = steady.programs.get(place)
         known = self._settled is steady
@@ -167,8 +171,7 @@ class CapturedExecutor(LocalExecutor):
             self._settle(steady)
             for to, x in zip((*program.inputs, program.targets), (*inputs, targets), strict=True):
                 to.copy_(x, non_blocking=True)
-            for stage, number, rate in program.rates:
-                rate.fill_(groups_of(stage)[number]["lr"] * _factor(stage))
+            program.set_rates()
             program.repeat()
             self._advance(steady, program, inputs)
         self.replayed += 1
@@ -220,9 +223,10 @@ class CapturedExecutor(LocalExecutor):
         groups = [(s, i, group) for s in self.stages for i, group in enumerate(groups_of(s))]
         kept = [(group, group["lr"], group.get("capturable")) for _, _, group in groups]
         dtype = torch.float32 if device.type == "cuda" else torch.float64  # which is what fused optimizers read
-        rates = [(s, i, torch.tensor(float(g["lr"] * _factor(s)), dtype=dtype, device=device)) for s, i, g in groups]
-        for (_, _, group), (_, _, rate) in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        rates = [Rate(s, i, torch.zeros((), dtype=dtype, device=device)) for s, i, _ in groups]
+        for (_, _, group), rate in zip(groups, rates, strict=True):
+            rate.set()
+            group["lr"] = rate.tensor
             if "capturable" in group:
                 group["capturable"] = True
         self._recording = True
@@ -288,14 +292,6 @@ class CapturedExecutor(LocalExecutor):
         stashed = [sorted(v - stage.updates for v in Versions(stage.stash)) for stage in self.stages if stage.stash]
         ages = [stage.corrected.ages for stage in self.stages if stage.corrected is not None]
         return numbers, stashed, ages, [stage.accumulated for stage in self.stages]
-
-    def _fixed(self) -> Any:
-        modes = [m.training for stage in self.stages for layer in stage.chain.layers for m in layer.modules()]
-        return modes, [tensor.data_ptr() for stage in self.stages for tensor in stage.fixed()]
-
-
-def _factor(stage: Stage) -> float:
-    return 1.0 if stage.corrected is None else stage.corrected.site.rate
 
 
 def _kind(x: Any) -> Any:

@@ -12,17 +12,33 @@ from torch import Tensor
 from petra.execution.local import LocalExecutor
 from petra.execution.queues import Copy, Queue, carry_out
 from petra.execution.recorder import Repeat
+from petra.execution.refusal import groups_of
 from petra.execution.stage import Finished, Stage
 from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Kept
 from petra.reversible.streams import Streams
 from petra.schedule import Action
 
-Rate = tuple[Stage, int, Tensor]
-"""The number of a group of a stage's optimizer, and its learning rate as a recorded tick reads it.
 
-A group is not known by its dictionary, for an optimizer makes others of it when it loads a state.
-"""
+@dataclass
+class Rate:
+    """The learning rate of one group of a stage's optimizer, as a recorded tick reads it.
+
+    A group is known by its number, not by its dictionary, for an optimizer makes others of it when it loads a state.
+    """
+
+    stage: Stage
+    group: int
+    tensor: Tensor
+    _value: float | None = None
+
+    def set(self) -> None:
+        """Have the tensor hold what the group has now, times what corrections make of it."""
+        factor = 1.0 if self.stage.corrected is None else self.stage.corrected.site.rate
+        value = float(groups_of(self.stage)[self.group]["lr"] * factor)
+        if value != self._value:
+            self.tensor.fill_(value)
+            self._value = value
 
 
 @dataclass
@@ -40,6 +56,11 @@ class Program:
     """What reached the loss, micro-batches counted likewise, in memory that every replay writes again."""
     actions: list[Action]
     rates: list[Rate]
+
+    def set_rates(self) -> None:
+        """Those of the next tick."""
+        for rate in self.rates:
+            rate.set()
 
 
 class Versions(MutableMapping[int, list[Tensor]]):
@@ -124,4 +145,4 @@ def _inputs_of(kept: Kept) -> list[Streams]:
 
 
 def _kept(inputs: list[Streams]) -> Kept:
-    return Kept(inputs=inputs)
+    return Kept(inputs=list(inputs))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from petra.training.fitting import network_arguments
 from petra.training.loss import cross_entropy
 from petra.training.metrics import MetricsLog
 from petra.training.orders import ORDERS
-from petra.training.position import Position
+from petra.training.position import Position, Watch
 from petra.training.progress import Progress
 from petra.training.stopping import stoppable
 from petra.training.summary import read_summary, summarise
@@ -157,28 +156,36 @@ class Run:
         self.metrics.close()
 
     def _epoch(self, stop: threading.Event) -> None:
-        position = self.position
+        position, watch = self.position, Watch(self.position, self.device)
+
+        def figures() -> tuple[float, int, int, float]:
+            position.read()
+            watch.lap()
+            return position.loss, position.correct, position.samples, position.rate
+
         self.progress.start(position.epoch, position.batch)
+        watch.start()
         for x, y in self.train.epoch(position.epoch, position.batch):
-            began = time.perf_counter()
             position.count(self._tick(x, y, self.train.weight(position.batch)))
-            position.seconds += time.perf_counter() - began
             position.trained += self.train.size(position.batch)
             position.batch += 1
             self._trace()
             self._look_at_replays()
             stopping = self.transport.any_soon(stop.is_set())
-            self.progress.step(position.loss, position.correct, position.samples, self.position.rate)
+            self.progress.step(figures)
             last = position.batch == len(self.train)
             every = self.config.checkpoint_every
             if stopping or (not last and every and self.trainer.executor.microbatches % every == 0):
+                watch.stop()
                 self._save()
+                watch.start()
             if stopping:
                 self._trace(ending=True)
                 raise Interrupted(f"stopped in epoch {position.epoch + 1}; continue with --resume --out {self.folder}")
         if position.epoch == self.config.epochs - 1:
             position.count(self.trainer.drain())
             self._trace(ending=True)
+        watch.stop()
         self._end_epoch()
 
     def _tick(self, x: torch.Tensor, y: torch.Tensor, weight: float) -> list[Finished]:
@@ -234,7 +241,7 @@ class Run:
         }
         self.metrics.write(self.trainer.executor.microbatches, record)
         self.progress.end(record)
-        position.batch, position.loss, position.correct, position.samples = 0, 0.0, 0, 0
+        position.start_epoch()
         self._save()
 
     def _finish(self) -> dict[str, Any]:
@@ -285,6 +292,7 @@ class Run:
     def _sums(self) -> list[float]:
         """Loss, right answers and samples of the epoch so far, of all replicas."""
         position = self.position
+        position.read()
         return self.transport.total([position.loss, position.correct, position.samples])
 
     def _restore(self) -> int:
@@ -308,6 +316,7 @@ class Run:
                 self.position = replace(self.position, loss=0.0, correct=0, samples=0)
             else:
                 self.position.count(finished)
+                self.position.read()
             return int(saved["metrics_bytes"])
         except Diverged:
             raise
