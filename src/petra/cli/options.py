@@ -155,6 +155,12 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument(
         "--compile", action="store_const", const=True, help="compile layers and residual functions (torch.compile)"
     )
+    how.add_argument(
+        "--channels-last",
+        action="store_const",
+        const=True,
+        help="images with their channels together in memory, which convolutions in bf16 on a GPU are fastest with",
+    )
     how.add_argument("--messages", choices=("bf16",), help="precision of what travels between stages (default float32)")
     how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
     where = parser.add_argument_group("where")
@@ -164,6 +170,11 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
         action=argparse.BooleanOptionalAction,
         help="record the tick of a full pipeline as a CUDA graph and replay it (default: on a GPU, in one process)",
     )
+    where.add_argument(
+        "--benchmark",
+        action="store_true",
+        help="let cuDNN time its algorithms and take the fastest: quicker, but weights may differ from run to run",
+    )
     where.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     where.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard")
     where.add_argument("--quiet", action="store_true", help="no progress")
@@ -172,7 +183,17 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
 _CONFIG = (
     *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
     *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
-    *("label_smoothing", "autocast", "exact", "compile", "messages", "corrections", "seed", "replicas"),
+    *(
+        "label_smoothing",
+        "autocast",
+        "exact",
+        "compile",
+        "channels_last",
+        "messages",
+        "corrections",
+        "seed",
+        "replicas",
+    ),
     "checkpoint_every",
 )
 _MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
@@ -230,6 +251,6 @@ def set_up_device(options: argparse.Namespace) -> torch.device:
             torch.cuda.set_device(device)
         if (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"--device is {options.device!r}, but that GPU is not here: give cpu or another")
-        torch.backends.cudnn.deterministic = True  # the same options give the same weights
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = not options.benchmark  # the same options give the same weights
+        torch.backends.cudnn.benchmark = options.benchmark
     return device

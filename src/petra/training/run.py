@@ -78,10 +78,11 @@ class Run:
         self._data = config.load_data() if data is None else data
         self._fingerprint = fingerprint(self._data)
         share = (place.replica, place.replicas)
-        self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, device=self.device, share=share)
+        how: dict[str, Any] = {"device": self.device, "share": share, "channels_last": config.channels_last}
+        self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, **how)
         # A window of text is many samples in one already.
         at_once = config.batch_size if "vocab_size" in self._data.arguments else max(config.batch_size, 256)
-        self.test = Batches(self._data, "test", at_once, device=self.device, share=share)
+        self.test = Batches(self._data, "test", at_once, **how)
         self.trainer = self._trainer(transport, config.stages, config.order, placement, capture)
         self.position = Position()
         self._refusal: str | None = None
@@ -116,6 +117,8 @@ class Run:
         network = models.create(config.model, **arguments)
         if config.exact:
             network.use_coupling(FixedPoint)
+        if config.channels_last:
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if config.compile:
             network.compile_functions()
         return Trainer(

@@ -25,7 +25,7 @@ from petra.execution import (
     partition,
 )
 from petra.methods import Chain, Method, Settings
-from petra.reversible.streams import Streams, as_streams, single
+from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.training import state as states
 from petra.training.loss import count_answers, count_correct
 from petra.training.orders import choose_order
@@ -136,6 +136,7 @@ class Trainer:
         refuse_sharing(network, cuts)
         if message_dtype is not None:
             refuse_other_dtypes(network)
+        in_channels_last = any(channels_last(p) for p in network.parameters())
         self.placement = place_stages(len(cuts), place.ranks, placement)
         """The rank of each stage."""
         if place.ranks * place.replicas > 1:
@@ -143,6 +144,7 @@ class Trainer:
                 "placement": self.placement,
                 "weights": weights_hash(network.state_dict()),
                 "torch": torch.__version__,
+                "channels_last": in_channels_last,
             }
             transport.agree({**self.layout, **names})
         crossings = [(a, b) for a, b in pairwise(self.placement) if a != b]
@@ -180,7 +182,7 @@ class Trainer:
             self.executor.doing = transport.doing
         else:
             rehearsal = Rehearsal(list(network), cuts, self.method, message_dtype)
-            self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal)
+            self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal, in_channels_last)
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         layers = list(network._modules)  # named_children would leave a layer out that comes twice
         self._stage_of = {layers[i]: index for index, cut in enumerate(cuts) for i in cut}

@@ -21,6 +21,7 @@ class Batches:
     test split comes in order and untouched. `dtype` is that of images; tokens are int64.
     With `share` (r, R), every batch is the r-th of R parts of the one that there would be without. A part of a
     training batch is never empty: where there are fewer samples than parts, one stands in, with `weight` 0.
+    With `channels_last`, that is how images lie in memory.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Batches:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         share: tuple[int, int] = (0, 1),
+        channels_last: bool = False,
     ) -> None:
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}: give 'train' or 'test'")
@@ -51,6 +53,7 @@ class Batches:
         self.seed = seed
         self.device = torch.device(device)
         self.dtype = dtype
+        self._channels_last = channels_last
         self._shuffle = split == "train"
         self._drop_last = drop_last
         augment = split == "train" if augment is None else augment
@@ -96,7 +99,10 @@ class Batches:
                 if not self._shuffle:
                     continue
                 index = order[i * self.batch_size : i * self.batch_size + 1]
-            yield self._split.take(index, drawn)
+            inputs, targets = self._split.take(index, drawn)
+            if self._channels_last and inputs.ndim == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            yield inputs, targets
 
     def _drawn(self, epoch: int, start: int) -> Iterator[Tensor | None]:
         """What is random about each batch: drawn for each by itself, and sent for many at a time."""
