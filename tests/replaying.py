@@ -16,15 +16,25 @@ class Recording(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.calls = []
+        self.overwritten = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
             raise RuntimeError("the host reads a number while work is recorded")
         kwargs = kwargs or {}
+        written = [given for said, given in zip(func._schema.arguments, args, strict=False) if said.is_write]
+        if func is torch.ops.aten.native_batch_norm.default:  # its schema does not tell of running statistics
+            written = args[3:5]
+        self.overwritten += [(x.detach(), x.detach().clone()) for x in tree_leaves(written) if x is not None]
         outputs = func(*args, **kwargs)
         # Memory is remembered, not tensors, for a tensor may be given other memory later.
         self.calls.append(tree_map_only(Tensor, Tensor.detach, (func, args, kwargs, outputs)))
         return outputs
+
+    @torch.no_grad()
+    def undo(self):
+        for x, before in reversed(self.overwritten):
+            x.copy_(before)
 
     @torch.no_grad()
     def repeat(self):
@@ -51,8 +61,13 @@ class ReplayRecorder:
     def record(self, work):
         self.recorded += 1
         seeding = patch("petra.methods.chain.seed_generators", side_effect=RuntimeError("not while work is recorded"))
-        with Recording() as recording, seeding:
-            work()
+        try:
+            with Recording() as recording, seeding:
+                work()
+        except Exception:
+            recording.undo()
+            raise
+        recording.overwritten.clear()
         return recording.repeat
 
     def branch(self, number):

@@ -226,3 +226,14 @@ def test_test_shares_leave_no_sample_out() -> None:
 def test_a_batch_too_small_for_its_replicas_is_refused() -> None:
     with pytest.raises(ValueError, match="batch_size is 2 for 3 replicas"):
         Batches(numbered(9), "train", 2, share=(0, 3))
+
+
+def test_random_numbers_travel_for_many_batches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petra.training.data.batches._AHEAD", 4)
+    batches = Batches(numbered(37, crop_padding=1, flip=True), "train", 3, seed=2)
+    sent: list[Tensor] = []
+    monkeypatch.setattr(batches, "_send", lambda drawn: sent.append(drawn) or drawn)
+    some = list(batches.epoch(1, 2))
+    assert [tuple(drawn.shape) for drawn in sent] == [(37,), (3, 12), (3, 12), (3, 7)]
+    monkeypatch.setattr("petra.training.data.batches._AHEAD", 1)
+    assert equal(some, list(batches.epoch(1, 2)))

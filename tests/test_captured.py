@@ -11,8 +11,9 @@ from torch import nn
 from trainers import make
 
 from petra import models
-from petra.execution import CapturedExecutor
+from petra.execution import CapturedExecutor, Place
 from petra.execution.queues import carry_out
+from petra.training.preparation import make_recorder
 
 
 def fused(parameters):
@@ -265,6 +266,40 @@ def test_copies_never_read_what_they_have_overwritten(to, sources):
     assert memory.equal(expected)
 
 
+class Reading(nn.Module):
+    def forward(self, x):
+        return x * (1.0 if float(x.detach().sum()) > -1e9 else 2.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"method": "delayed"}, {"corrections": ["predict", "spike"]}, {"accumulate": 2}]
+)
+def test_a_layer_that_cannot_be_recorded_is_done_all_the_same(options):
+    """It fails in the middle of the tick, when half of the stages have been recorded."""
+    network = tiny()
+    network[2].f.append(Reading())
+    trainers = pair(network, **options)
+    for number, (x, y) in enumerate(data(20)):
+        step(trainers, x, y)
+        assert_same(*trainers)
+        if number == 1:
+            assert trainers[1].executor.refusal is None
+    assert "could not be recorded (layer 2" in trainers[1].executor.refusal
+    assert trainers[1].executor.replayed == 0
+
+
 def test_capture_is_for_one_gpu():
     with pytest.raises(ValueError, match="the device is cpu"):
         make(tiny(), capture=True)
+    for place in (Place(ranks=2), Place(replicas=2)):
+        with pytest.raises(ValueError, match="there are 2: leave it out"):
+            make_recorder(torch.device("cuda"), place, True)
+        assert make_recorder(torch.device("cuda"), place) is None
+    assert make_recorder(torch.device("cpu"), Place()) is None
+
+
+def test_capture_is_the_default_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("petra.training.preparation.GraphRecorder", lambda device: f"recorder of {device}")
+    assert make_recorder(torch.device("cuda"), Place()) == "recorder of cuda"
+    assert make_recorder(torch.device("cuda"), Place(), True) == "recorder of cuda"
+    assert make_recorder(torch.device("cuda"), Place(), False) is None

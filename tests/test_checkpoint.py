@@ -138,3 +138,41 @@ def test_other_files(tmp_path):
     torch.save({"format": 99}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="not a checkpoint of this version"):
         checkpoint.load(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("stages", [4, 2])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("fused", [True, False])
+def test_how_an_optimizer_computes_stays_its_own_when_it_loads(kind, fused, stages):
+    """A checkpoint of a GPU, where optimizers are fused, goes on where they are not, and the other way round."""
+
+    def make(fused):
+        ways = {} if kind is torch.optim.NAdam else {"fused": fused, "foreach": False}
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return Trainer(
+            mixed_network().double(),
+            loss=cross_entropy,
+            optimizer=lambda p: kind(p, 0.01, weight_decay=1e-3, **more, **ways),
+            stages=stages,
+            scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        )
+
+    data = [(x.double(), y) for x, y in batches(12)]
+    first, same, other = make(fused), make(fused), make(not fused)
+    for x, y in data[:6]:
+        first.step(x, y)
+    if stages == 2:
+        first.drain()
+    state = copy.deepcopy(first.state_dict())
+    for trainer in (same, other):
+        trainer.load_drained(copy.deepcopy(state)) if stages == 2 else trainer.load_state_dict(copy.deepcopy(state))
+        for x, y in data[6:]:
+            trainer.step(x, y)
+        trainer.drain()
+    for trainer, own in ((same, fused), (other, not fused)):
+        groups = [group for stage in trainer.stages for group in stage.optimizer.param_groups]
+        if kind is not torch.optim.NAdam:
+            assert all(group["fused"] is own for group in groups)
+        assert groups[0]["lr"] < 0.01
+    for a, b in zip(weights(same), weights(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)

@@ -62,6 +62,7 @@ def half_way(tmp_path_factory):
     run._epoch(threading.Event())
     assert run.trainer.executor.in_flight
     run.position.count(run.trainer.drain())
+    run.position.read()
     return folder, evaluated(run), run
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from petra import methods
-from petra.cli.options import add_run_options, given, set_up_device
+from petra.cli.options import add_run_options, given, refuse_capture, set_up_device
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
         configs[-1].validate()
         if not options.overwrite:
             refuse_to_overwrite(options.out / name, "--overwrite")
+    refuse_capture(options)
     device = set_up_device(options)
     data = configs[0].load_data()
     for name in names:
@@ -54,9 +55,16 @@ def run(options: argparse.Namespace) -> None:
     summaries = []
     for config in configs:
         folder = options.out / config.method
-        summaries.append(
-            Run(config, folder, device=device, tensorboard=options.tensorboard, quiet=options.quiet, data=data)()
+        job = Run(
+            config,
+            folder,
+            device=device,
+            tensorboard=options.tensorboard,
+            quiet=options.quiet,
+            data=data,
+            capture=options.capture,
         )
+        summaries.append(job())
     checkpoint.write_json(options.out / "comparison.json", summaries)
     sys.stderr.flush()
     print(table(summaries))

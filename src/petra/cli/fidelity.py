@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from petra.cli.options import add_checkpoint_options, add_run_options, set_up_device
+from petra.cli.options import add_checkpoint_options, add_run_options, refuse_capture, set_up_device
 from petra.cli.train import configure
+from petra.execution import CapturedExecutor
 from petra.execution.job import processes
 from petra.measure import Fidelity, Measurement
 from petra.measure.likeness import summarise, table
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"{processes()} processes were started: gradients are compared in one process")
     if not (options.resume or options.overwrite):
         refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+    refuse_capture(options)
     device = set_up_device(options)
     data = config.load_data()
     if options.overwrite:
@@ -63,8 +65,11 @@ def run(options: argparse.Namespace) -> None:
         tensorboard=options.tensorboard,
         quiet=options.quiet,
         data=data,
+        capture=options.capture,
     )
     executor = job.trainer.executor
+    if isinstance(executor, CapturedExecutor):
+        executor.refusal = "every action is watched, to compare gradients"
     rows = _kept(folder / FIDELITY, min(executor.state_dict()["shapes"], default=executor.microbatches))
     with (folder / FIDELITY).open("w") as file:
 

@@ -155,10 +155,26 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument(
         "--compile", action="store_const", const=True, help="compile layers and residual functions (torch.compile)"
     )
+    how.add_argument(
+        "--channels-last",
+        action="store_const",
+        const=True,
+        help="images with their channels together in memory, which convolutions in bf16 on a GPU are fastest with",
+    )
     how.add_argument("--messages", choices=("bf16",), help="precision of what travels between stages (default float32)")
     how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
     where = parser.add_argument_group("where")
     where.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    where.add_argument(
+        "--capture",
+        action=argparse.BooleanOptionalAction,
+        help="record the tick of a full pipeline as a CUDA graph and replay it (default: on a GPU, in one process)",
+    )
+    where.add_argument(
+        "--benchmark",
+        action="store_true",
+        help="let cuDNN time its algorithms and take the fastest: quicker, but weights may differ from run to run",
+    )
     where.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     where.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard")
     where.add_argument("--quiet", action="store_true", help="no progress")
@@ -180,8 +196,8 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 _CONFIG = (
     *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
     *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
-    *("label_smoothing", "autocast", "exact", "compile", "messages", "corrections", "seed", "replicas"),
-    *("checkpoint_every", "checkpoint_epochs"),
+    *("label_smoothing", "autocast", "exact", "compile", "channels_last", "messages", "corrections", "seed"),
+    *("replicas", "checkpoint_every", "checkpoint_epochs"),
 )
 _MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
 
@@ -207,6 +223,16 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def refuse_capture(options: argparse.Namespace, count: int = 1) -> None:
+    """Raise ValueError if ticks are to be recorded where they cannot be: by ``count`` processes, or on a CPU."""
+    if options.capture and count > 1:
+        raise ValueError(f"--capture is for one process, and there are to be {count}: leave --capture out")
+    if options.capture and not options.device.startswith("cuda"):
+        raise ValueError(
+            f"--capture records CUDA graphs, and --device is {options.device}: leave --capture out, or use a GPU"
+        )
+
+
 def set_up_device(options: argparse.Namespace) -> torch.device:
     """The device that was asked for, or an error if it is not there."""
     if options.threads is None and processes() > 1:
@@ -228,6 +254,6 @@ def set_up_device(options: argparse.Namespace) -> torch.device:
             torch.cuda.set_device(device)
         if (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"--device is {options.device!r}, but that GPU is not here: give cpu or another")
-        torch.backends.cudnn.deterministic = True  # the same options give the same weights
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = not options.benchmark  # the same options give the same weights
+        torch.backends.cudnn.benchmark = options.benchmark
     return device

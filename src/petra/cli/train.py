@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from petra.cli.launch import launch
-from petra.cli.options import add_checkpoint_options, add_run_options, given, set_up_device, whole_numbers
+from petra.cli.options import (
+    add_checkpoint_options,
+    add_run_options,
+    given,
+    refuse_capture,
+    set_up_device,
+    whole_numbers,
+)
 from petra.execution.job import Spoken, join, processes
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
@@ -71,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = _ranks(options, config)
     if not (options.resume or options.overwrite):
         refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+    refuse_capture(options, ranks * config.replicas)
     if processes() == 1 and ranks * config.replicas > 1:
         return launch(options.arguments, ranks * config.replicas)
     device = set_up_device(options)
@@ -91,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
             transport=transport,
             placement=options.placement,
             trace=options.trace,
+            capture=options.capture,
         )
         if fault := Fault.from_environment():
             fail_at(job.trainer, fault)

@@ -6,7 +6,7 @@ from petra.execution.local import LocalExecutor, Observer
 from petra.execution.partition import partition
 from petra.execution.processes import LostRank, ProcessTransport
 from petra.execution.rank import RankExecutor
-from petra.execution.recorder import GraphRecorder
+from petra.execution.recorder import GraphRecorder, Recorder
 from petra.execution.stage import Diverged, Finished, NonFiniteLoss, Stage
 from petra.execution.templates import Rehearsal
 from petra.execution.threads import run_together
@@ -26,6 +26,7 @@ __all__ = [
     "Place",
     "ProcessTransport",
     "RankExecutor",
+    "Recorder",
     "Rehearsal",
     "Stage",
     "Transport",

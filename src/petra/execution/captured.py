@@ -7,7 +7,7 @@ Once the pipeline is full, every tick does the same to other numbers. What waits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -17,19 +17,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from petra.execution.fixed import Fixed
+from petra.execution.later import Later
 from petra.execution.local import LocalExecutor
 from petra.execution.queues import Copy, carry_out
-from petra.execution.rates import Rates, groups_of
-from petra.execution.recorder import Reading, Recorder
+from petra.execution.rates import Rates
+from petra.execution.recorder import Recorder, Repeat
+from petra.execution.refusal import groups_of, refusal
 from petra.execution.stage import Finished, Stage, check_finite
 from petra.execution.steady import Program, Steady, Versions
+from petra.execution.undo import Remembered
 from petra.methods import BackwardMessage
 from petra.reversible.streams import Streams
-from petra.schedule import Action, Flush, Kind, Order, Tick
+from petra.schedule import Action, Kind, Order, Tick
 
 _LATE = 8
-"""Ticks after which the host looks at a loss. It is there by then, so looking does not make the host wait, but a host
-that is further ahead waits there."""
+"""Ticks after which the host looks at a loss, and how far it runs ahead of the device at most."""
 
 
 class CapturedExecutor(LocalExecutor):
@@ -38,12 +41,7 @@ class CapturedExecutor(LocalExecutor):
     def __init__(self, stages: Sequence[Stage], order: Order, recorder: Recorder) -> None:
         super().__init__(stages, order)
         self._recorder = recorder
-        self.refusal = next(filter(None, map(_refusal, stages)), None)
-        if isinstance(order, Flush):
-            self.refusal = f"{order.name} empties the pipeline for every update"
-        elif order.accumulate > 1 and any(stage.stash is not None for stage in stages):
-            self.refusal = "with accumulation, stashed weights are not one more with every tick"
-        """Why no tick is ever replayed; None as long as no reason is known."""
+        self.refusal = refusal(stages, order)
         self.replayed = 0
         """How many ticks have been."""
         self._steady: dict[Any, Steady] = {}
@@ -51,12 +49,12 @@ class CapturedExecutor(LocalExecutor):
         self._history: dict[int, tuple[Any, int]] = {}  # place in the cycle -> what it was like, how often in a row
         self._recording = False
         self._held: list[Any] = []  # read by a branch, so not to be given to another before they meet
-        self._losses: list[tuple[int, Reading]] = []  # that nobody has looked at
+        self._losses: list[tuple[int, Later]] = []  # that nobody has looked at
         self._gradients: dict[Tensor, Tensor] = {}
-        self._modules = {stage.index: stage.chain.modules() for stage in stages}
+        self._fixed = Fixed(self.stages)
 
     def tick(self, inputs: Streams, targets: Any, weight: float = 1.0) -> list[Finished]:
-        kind = [_kind(x) for x in (*inputs, targets)]
+        kind = tuple(_kind(x) for x in (*inputs, targets))
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         if (
             self.refusal is not None
@@ -68,7 +66,9 @@ class CapturedExecutor(LocalExecutor):
         ):
             self._history.clear()
             return self._ordinary(inputs, targets, weight)
-        steady = self._steady.setdefault(str(kind), Steady(self))
+        steady = self._steady.get(kind)
+        if steady is None:
+            steady = self._steady[kind] = Steady(self)
         place, fixed = self._tick % self.order.accumulate, self._fixed()
         program = steady.programs.get(place)
         known = self._settled is steady
@@ -126,8 +126,8 @@ class CapturedExecutor(LocalExecutor):
         self, steady: Steady, place: int, fixed: Any, before: Any, inputs: Streams, targets: Any
     ) -> list[Finished]:
         first = self.microbatches
-        tick = self.order.tick(self._tick, self._fed + 1)
         own, wanted = tuple(x.clone() for x in inputs), targets.clone()
+        actions = [action for phase in self.order.tick(self._tick, self._fed + 1) for action in phase]
         found: list[Finished] = []
 
         def work() -> None:
@@ -137,17 +137,34 @@ class CapturedExecutor(LocalExecutor):
             steady.store(self._keep_gradients())
 
         with self._whole():
-            self._settle(steady)
-            with self._as_recorded() as rates:
-                repeat = self._recorder.record(work)
-            counted = [replace(f, microbatch=f.microbatch - first) for f in found]
-            actions = [action for phase in tick for action in phase]
-            program = Program(repeat, fixed, before, own, wanted, counted, actions, rates)
-            steady.programs[place] = program
-            for action in actions:
-                if action.kind is Kind.UPDATE:
-                    self._owned[action.stage].schedule()
+            recorded = self._try(steady, work)
+        if recorded is None:
+            return self._ordinary(inputs, targets, 1.0)
+        repeat, rates = recorded
+        counted = [replace(f, microbatch=f.microbatch - first) for f in found]
+        program = Program(repeat, fixed, before, own, wanted, counted, actions, rates)
+        steady.programs[place] = program
+        for action in actions:
+            if action.kind is Kind.UPDATE:
+                self._owned[action.stage].schedule()
         return self._results(program, first)
+
+    def _try(self, steady: Steady, work: Callable[[], None]) -> tuple[Repeat, Rates] | None:
+        """Record ``work``; if that cannot be done, all is as before and `refusal` says why."""
+        remembered = None
+        try:
+            self._settle(steady)
+            remembered = Remembered(self)
+            with self._as_recorded() as rates:
+                return self._recorder.record(work), rates
+        except Exception as error:
+            if remembered is not None:
+                remembered.restore()
+            self._halted = None  # by a tick that was only to be recorded
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self.refusal = f"a tick could not be recorded ({reason})"
+            self._steady.clear()
+            return None
 
     def _replay(self, steady: Steady, program: Program, inputs: Streams, targets: Any) -> list[Finished]:
         first = self.microbatches
@@ -191,14 +208,14 @@ class CapturedExecutor(LocalExecutor):
         for f in program.finished:
             loss, outputs, targets = tree_map(Tensor.clone, (f.loss, f.outputs, f.targets))
             results.append(replace(f, microbatch=first + f.microbatch, loss=loss, outputs=outputs, targets=targets))
-            self._losses.append((first + f.microbatch, Reading(loss)))
+            self._losses.append((first + f.microbatch, Later(loss)))
         self._look_at_losses(_LATE)
         return results
 
     def _look_at_losses(self, spared: int) -> None:
         while len(self._losses) > spared:
             microbatch, loss = self._losses.pop(0)
-            check_finite(loss(), microbatch, self.stages[-1].index, "a few updates have been made since")
+            check_finite(loss.get(), microbatch, self.stages[-1].index, "a few updates have been made since")
 
     @contextmanager
     def _as_recorded(self) -> Iterator[Rates]:
@@ -288,26 +305,6 @@ class CapturedExecutor(LocalExecutor):
         stashed = [sorted(v - stage.updates for v in Versions(stage.stash)) for stage in self.stages if stage.stash]
         ages = [stage.corrected.ages for stage in self.stages if stage.corrected is not None]
         return numbers, stashed, ages, [stage.accumulated for stage in self.stages]
-
-    def _fixed(self) -> Any:
-        pointers = [tensor.data_ptr() for stage in self.stages for tensor in stage.fixed(self._modules[stage.index])]
-        return [m.training for modules in self._modules.values() for m in modules], pointers
-
-
-def _refusal(stage: Stage) -> str | None:
-    """Why the ticks of a stage cannot be recorded."""
-    if stage.corrected is not None and stage.stash is not None:
-        return "predicted weights are stashed"
-    if stage.method.keeps_graphs:
-        return f"{stage.method.name} keeps graphs from one tick to the next"
-    if stage.synthesizer is not None:
-        return "synthesizers learn within a tick, which is not recorded"
-    if stage.average is not None:
-        return "replicas average their gradients"
-    for group in groups_of(stage):
-        if not group.get("fused"):
-            return f"{type(stage.optimizer).__name__} is not fused, so its learning rate would stay as recorded"
-    return None
 
 
 def _kind(x: Any) -> Any:

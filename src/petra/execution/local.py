@@ -51,6 +51,8 @@ class LocalExecutor:
         self.doing = Doing()
         self.clock: Clock | None = None
         """Told when each action asked for its message, began and ended."""
+        self.refusal: str | None = None
+        """Why ticks are not replayed, where they could be but for this."""
         self._start = 0  # the first micro-batch since the pipeline was last empty
         self._fed = 0  # how many have been read since
         self._tick = 0  # how many ticks have passed since

@@ -47,7 +47,8 @@ class Ring:
 class Queue:
     """One kind of thing that waits for one stage, in a dict from numbers to what `pack` makes a tree of tensors.
 
-    The numbers are those of micro-batches, or of versions. They leave in the order in which they came. With n of them
+    What `unpack` makes of a tree is its own: nobody writes into the tree. The numbers are those of micro-batches, or of
+    versions. They leave in the order in which they came. With n of them
     waiting, number m lies at place m modulo n.
     """
 
@@ -58,7 +59,7 @@ class Queue:
         self._numbers: list[int] = []
         self._spec: TreeSpec | None = None
         self._leaves: list[Any] = []  # rings, and what has no values of its own as it is
-        self._trees: dict[int, Any] = {}  # what lies at each place
+        self._trees: list[Any] = []  # what lies at each place
 
     @property
     def numbers(self) -> list[int]:
@@ -74,6 +75,7 @@ class Queue:
             if self._spec is None:
                 self._spec = spec
                 self._leaves = [Ring(x, len(self._numbers)) if _has_values(x) else x for x in leaves]
+                self._trees = [self._tree_at(place) for place in range(len(self._numbers))]
             for leaf, x in zip(self._leaves, leaves, strict=True):
                 if isinstance(leaf, Ring) and storage_id(x) != storage_id(leaf.flat):
                     copies.append((leaf.views[self._place(number)], x))
@@ -88,7 +90,8 @@ class Queue:
         """Have the oldest wait as what lies at ``slot``, wherever that is when the tick is replayed."""
         if self._numbers:
             found = [leaf.oldest(slot) if isinstance(leaf, Ring) else leaf for leaf in self._leaves]
-            self.waiting()[self._numbers[0]] = self._unpack(self._tree(found))
+            assert self._spec is not None
+            self.waiting()[self._numbers[0]] = self._unpack(tree_unflatten(found, self._spec))
 
     def store(self, slot: Tensor) -> list[Copy]:
         """Lay the newcomer where the oldest was; copies that are left to do."""
@@ -109,23 +112,20 @@ class Queue:
     def advance(self) -> None:
         """What a tick does to the numbers, where a replay has done the rest."""
         if self._numbers:
-            newcomer = self._numbers[-1] + 1
-            del self.waiting()[self._numbers[0]]
-            self._numbers = [*self._numbers[1:], newcomer]
-            self.waiting()[newcomer] = self._at(newcomer)
+            newcomer, waiting = self._numbers[-1] + 1, self.waiting()
+            del waiting[self._numbers.pop(0)]
+            self._numbers.append(newcomer)
+            waiting[newcomer] = self._at(newcomer)
 
     def _place(self, number: int) -> int:
         return number % len(self._numbers)
 
     def _at(self, number: int) -> Any:
-        place = self._place(number)
-        if place not in self._trees:
-            leaves = [leaf.views[place] if isinstance(leaf, Ring) else leaf for leaf in self._leaves]
-            self._trees[place] = self._tree(leaves)
-        return self._unpack(self._trees[place])
+        return self._unpack(self._trees[self._place(number)])
 
-    def _tree(self, leaves: list[Any]) -> Any:
+    def _tree_at(self, place: int) -> Any:
         assert self._spec is not None
+        leaves = [leaf.views[place] if isinstance(leaf, Ring) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from petra.execution.envelope import Template
 from petra.execution.local import LocalExecutor
 from petra.execution.stage import Finished, Stage
 from petra.execution.templates import Rehearsal, as_message, as_tensors, shapes_of
@@ -30,11 +31,13 @@ class RankExecutor(LocalExecutor):
         placement: Sequence[int],
         transport: Transport,
         rehearsal: Rehearsal,
+        channels_last: bool = False,
     ) -> None:
         super().__init__(stages, order)
         self._placement = list(placement)  # stage -> rank
         self._transport = transport
         self._rehearsal = rehearsal
+        self._channels_last = channels_last  # whether images travel with their channels last
         self.doing = transport.doing
         self._arriving_up: dict[tuple[int, int], Arrival] = {}
         self._arriving_down: dict[tuple[int, int], Arrival] = {}
@@ -59,10 +62,10 @@ class RankExecutor(LocalExecutor):
                 sent = Action(action.stage, action.kind, self._start + action.microbatch)
                 if action.kind is Kind.FORWARD and (to := action.stage + 1) in self._owned:
                     template = self._rehearsal.shapes(self._shapes[sent.microbatch]).ups[to]
-                    self._arriving_up[to, sent.microbatch] = self._transport.receive(source, sent, template)
+                    self._arriving_up[to, sent.microbatch] = self._receive(source, sent, template)
                 elif action.kind is Kind.BACKWARD and (to := action.stage - 1) in self._owned:
                     template = self._rehearsal.shapes(self._shapes[sent.microbatch]).downs[to]
-                    self._arriving_down[to, sent.microbatch] = self._transport.receive(source, sent, template)
+                    self._arriving_down[to, sent.microbatch] = self._receive(source, sent, template)
 
     def _take_up(self, stage: int, microbatch: int) -> Streams:
         if (stage, microbatch) in self._arriving_up:
@@ -73,7 +76,7 @@ class RankExecutor(LocalExecutor):
         if action.stage + 1 in self._owned:
             super()._send_up(action, streams)
         else:
-            self._transport.send(self._placement[action.stage + 1], action, streams)
+            self._send(self._placement[action.stage + 1], action, streams)
 
     def _take_down(self, stage: int, microbatch: int) -> BackwardMessage:
         if (stage, microbatch) in self._arriving_down:
@@ -85,7 +88,21 @@ class RankExecutor(LocalExecutor):
         if action.stage - 1 in self._owned:
             super()._send_down(action, message)
         else:
-            self._transport.send(self._placement[action.stage - 1], action, as_tensors(message))
+            self._send(self._placement[action.stage - 1], action, as_tensors(message))
+
+    def _send(self, to: int, label: Action, tensors: Template) -> None:
+        # Transports send values in the order of dimensions: in this one, that is how they lie in memory.
+        self._transport.send(to, label, self._turned(tensors, 0, 2, 3, 1))
+
+    def _receive(self, source: int, label: Action, template: Template) -> Arrival:
+        arrival = self._transport.receive(source, label, self._turned(template, 0, 2, 3, 1))
+        return lambda: self._turned(arrival(), 0, 3, 1, 2)
+
+    def _turned(self, tensors: Template, *dimensions: int) -> Template:
+        """With the dimensions of images in another order, where their channels come last."""
+        if not self._channels_last:
+            return tensors
+        return tuple(x.permute(dimensions) if x is not None and x.ndim == 4 else x for x in tensors)
 
     def drain(self) -> list[Finished]:
         finished = super().drain()
@@ -113,11 +130,11 @@ class RankExecutor(LocalExecutor):
             self.doing.now(f"evaluation on stage {stage.index}")
             if stage.index > 0 and stage.index - 1 not in self._owned:
                 sent = Action(stage.index - 1, Kind.FORWARD, -1)
-                arrival = self._transport.receive(self._placement[sent.stage], sent, ups[stage.index])
+                arrival = self._receive(self._placement[sent.stage], sent, ups[stage.index])
                 streams = tuple(x for x in arrival() if x is not None)
             streams = stage.predict(streams)
             if not stage.last and stage.index + 1 not in self._owned:
                 sent = Action(stage.index, Kind.FORWARD, -1)
-                self._transport.send(self._placement[stage.index + 1], sent, streams)
+                self._send(self._placement[stage.index + 1], sent, streams)
         self.doing.now("between ticks")
         return streams if self.stages[-1].last else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from petra.execution.refusal import groups_of
 from petra.execution.stage import Stage
 
 
@@ -31,11 +31,6 @@ class Rates:
     def _now(self) -> list[float]:
         # A group is looked for anew, for an optimizer makes other dictionaries when it loads a state.
         return [float(group["lr"]) * _factor(stage) for stage in self._stages for group in groups_of(stage)]
-
-
-def groups_of(stage: Stage) -> list[dict[str, Any]]:
-    """The groups of a stage's optimizer, if it has one."""
-    return stage.optimizer.param_groups if stage.optimizer is not None else []
 
 
 def _factor(stage: Stage) -> float:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 Repeat = Callable[[], object]
 
@@ -16,7 +15,10 @@ class Recorder(Protocol):
     """Something that can repeat work without the host's part in it."""
 
     def record(self, work: Callable[[], None]) -> Repeat:
-        """Do ``work`` once, and return what does it again in the same memory."""
+        """Do ``work`` once, and return what does it again in the same memory.
+
+        If it raises, nothing has been written to any memory.
+        """
 
     def branch(self, number: int) -> AbstractContextManager[None]:
         """Inside, work does not wait for that in other branches, until `join`."""
@@ -28,37 +30,32 @@ class Recorder(Protocol):
         """What comes next waits for all branches."""
 
 
-class Reading:
-    """A number on the device that the host will want to know later, without waiting for what comes after it."""
-
-    def __init__(self, number: Tensor) -> None:
-        self._number, self._there = number, None
-        if number.is_cuda:
-            self._number = torch.empty_like(number, device="cpu", pin_memory=True)
-            self._number.copy_(number, non_blocking=True)
-            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._there.record()
-
-    def __call__(self) -> Tensor:
-        """The number, on the host."""
-        if self._there is not None:
-            self._there.synchronize()
-        return self._number
-
-
 class GraphRecorder:
     """CUDA graphs, with a stream for each branch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lanes: dict[int, torch.cuda.Stream] = {}
         self._open: list[torch.cuda.Stream] = []
 
     def record(self, work: Callable[[], None]) -> Repeat:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        failure: Exception | None = None
+        try:
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    work()
+                except Exception as error:
+                    failure = error
+                    raise
+        except Exception as error:
+            self._open.clear()
+            raise (failure or error) from None  # not what the graph says of being left half-way
         graph.replay()
         return graph.replay
 

@@ -5,7 +5,7 @@ Executors call `forward`, `backward` and `update` in the order of the schedule a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from petra.corrections import Corrected, rates
 from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Chain, Kept, Method, Synthesizer
 from petra.reversible.gradients import ParameterGradients, vjp
-from petra.reversible.streams import Gradients, Streams, dense, leaves, single, storage_id
+from petra.reversible.streams import Gradients, Streams, dense, laid_out_like, leaves, single, storage_id
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -148,7 +148,8 @@ class Stage:
             inputs, gradients, parameters = self.method.backward(self.chain, microbatch, kept, message)
         self._accumulate(parameters, (*message.gradients, *gradients))
         below = self._packed(tuple(dense(x) for x in inputs)) if self.sends_streams else None
-        return BackwardMessage(below, self._packed(tuple(None if g is None else dense(g) for g in gradients)))
+        pairs = zip(gradients, inputs, strict=True)
+        return BackwardMessage(below, self._packed(tuple(None if g is None else dense(g, x) for g, x in pairs)))
 
     def learn(self, message: BackwardMessage) -> None:
         """The gradient of the outputs has come from above after all: learn to predict it."""
@@ -174,6 +175,8 @@ class Stage:
         # stream, say). Optimizers and clipping write into gradients, so each parameter gets its own.
         taken = {storage_id(g) for g in messages if g is not None}
         for parameter, gradient in found.items():
+            if not gradient.is_sparse:
+                gradient = laid_out_like(gradient, parameter)
             if parameter.grad is not None:
                 gradient = parameter.grad + gradient
             elif not gradient.is_sparse and (storage_id(gradient) in taken or 0 in gradient.stride()):
@@ -238,14 +241,6 @@ class Stage:
         """Outputs in evaluation mode; touches nothing."""
         outputs = tuple(dense(y) for y in self.chain.predict(self._unpacked(inputs)))
         return outputs if self.last else self._packed(outputs)
-
-    def fixed(self, modules: Iterable[nn.Module]) -> list[Tensor]:
-        """The tensors that are trained where they lie; ``modules`` are all those of the stage."""
-        optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
-        buffers = [b for module in modules for b in module._buffers.values() if b is not None]
-        corrected = self.corrected.tensors() if self.corrected is not None else []
-        states = [v for state in optimizer for v in state.values() if isinstance(v, Tensor)]
-        return [*self.parameters, *buffers, *states, *corrected]
 
     def gradients(self) -> list[Tensor | None]:
         """Gradients of the parameters: those being added up, or the mean that the last update used."""

@@ -45,11 +45,29 @@ def leaves(streams: Streams) -> Streams:
     return tuple(x.detach().requires_grad_(differentiable(x)) for x in streams)
 
 
-def dense(x: Tensor) -> Tensor:
-    """The tensor without gaps in its memory, as it has to be to travel."""
-    if x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)):
+def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """The tensor without gaps in its memory, as it has to be to travel; channels last if they were, or are in ``like``.
+
+    A gradient is laid out like its stream, for kernels are slow where the layouts of their arguments differ.
+    """
+    if like is not None and channels_last(like):
+        return x.contiguous(memory_format=torch.channels_last)
+    if x.is_contiguous() or channels_last(x):
         return x
-    return x.contiguous()
+    innermost = x.ndim == 4 and x.stride(1) == 1 and x.stride(3) > 1  # as in half of the channels
+    return x.contiguous(memory_format=torch.channels_last if innermost else torch.contiguous_format)
+
+
+def channels_last(x: Tensor) -> bool:
+    """Whether the channels of images lie together in memory; not where that is the ordinary layout too."""
+    return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def laid_out_like(x: Tensor, other: Tensor) -> Tensor:
+    """``x`` in memory as ``other`` is, which has the same shape: fused optimizers take for granted that it is."""
+    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), other.stride(), strict=True)):
+        return x
+    return torch.empty_like(other, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -50,6 +50,7 @@ class RunConfig:
     autocast: str | None = None
     exact: bool = False
     compile: bool = False
+    channels_last: bool = False
     seed: int = 0
     replicas: int = 1
     messages: str | None = None
@@ -179,6 +180,8 @@ class RunConfig:
         outline = _outline(self.model, self.model_options)
         if self.exact and not any(isinstance(layer, ReversibleLayer) for layer in outline):
             raise ValueError(f"--exact is for reversible layers, and {self.model} has none: leave it out")
+        if self.channels_last and not any(p.ndim == 4 for p in outline.parameters()):
+            raise ValueError(f"--channels-last is for convolutions, and {self.model} has none: leave it out")
         cuts = partition(len(outline), self.stages)
         choose_order(method, len(cuts), self.accumulate, self.order)
         for correction in choose_corrections(self.corrections, method):

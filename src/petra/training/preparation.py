@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.corrections import Corrected, Correction, choose
-from petra.execution import GraphRecorder, partition
+from petra.execution import GraphRecorder, Place, Recorder, partition
 from petra.methods import Method
 from petra.schedule import Order
 
@@ -87,11 +87,17 @@ def make_corrected(
     return Corrected(corrections, parameters, optimizer, in_flight, order.accumulate, order.blank_updates(stage))
 
 
-def make_recorder(device: torch.device) -> GraphRecorder:
-    """What records ticks on a GPU."""
-    if device.type != "cuda":
+def make_recorder(device: torch.device, place: Place, capture: bool | None = None) -> Recorder | None:
+    """What records ticks on a GPU; None where they are not to be recorded, or, unless it was asked for, cannot be."""
+    processes = place.ranks * place.replicas
+    if capture and processes > 1:
+        raise ValueError(
+            f"capture records the ticks of one process, and there are {processes}: leave it out, or use one process"
+        )
+    if capture and device.type != "cuda":
         raise ValueError(f"capture records CUDA graphs, and the device is {device}: leave it out, or use a GPU")
-    return GraphRecorder(device)
+    wanted = capture is not False and device.type == "cuda" and processes == 1
+    return GraphRecorder(device) if wanted else None
 
 
 def refuse_other_dtypes(network: nn.Module) -> None:

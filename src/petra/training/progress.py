@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
+
+_PERIOD = 0.5
+"""Seconds from one look at the figures to the next: on a GPU, each makes the host wait."""
+
+Figures = Callable[[], tuple[float, int, int, float]]
+"""Loss, right answers and samples of the epoch so far, and samples per second."""
 
 
 class Progress:
@@ -16,6 +24,7 @@ class Progress:
         self._quiet = quiet
         self._live = not quiet and sys.stderr.isatty()
         self._bar: Any = None
+        self._next = 0.0  # when figures are looked at
 
     def start(self, epoch: int, batch: int) -> None:
         """A new epoch, from ``batch`` on."""
@@ -23,13 +32,17 @@ class Progress:
             title = f"{self._method} epoch {epoch + 1}/{self._epochs}"
             self._bar = tqdm(total=self._batches, initial=batch, desc=title, unit="batch", leave=False)
 
-    def step(self, loss: float, correct: int, samples: int, rate: float) -> None:
-        """One micro-batch more; the figures are sums over the epoch so far."""
-        if self._bar is not None:
+    def step(self, figures: Figures) -> None:
+        """One micro-batch more."""
+        if self._bar is None:
+            return
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + _PERIOD
+            loss, correct, samples, rate = figures()
             if samples:
                 text = f"loss {loss / samples:.3f}, accuracy {correct / samples:.1%}, {rate:.0f} samples/s"
                 self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update()
+        self._bar.update()
 
     def end(self, record: dict[str, Any]) -> None:
         """The epoch is over."""

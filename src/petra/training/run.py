@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from petra import models
-from petra.execution import Alone, Diverged, Finished, Transport, run_together
+from petra.execution import Alone, CapturedExecutor, Diverged, Finished, Transport, run_together
 from petra.execution.job import job_name
 from petra.measure import MemoryProbe, Timeline
 from petra.reversible import FixedPoint
@@ -34,7 +33,7 @@ from petra.training.fitting import network_arguments
 from petra.training.loss import cross_entropy
 from petra.training.metrics import MetricsLog
 from petra.training.orders import ORDERS
-from petra.training.position import Position
+from petra.training.position import Position, Watch
 from petra.training.progress import Progress
 from petra.training.stopping import stoppable
 from petra.training.summary import read_summary, summarise
@@ -50,7 +49,8 @@ class Run:
 
     The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint/``, for text ``vocabulary.json``, and at the end
     ``summary.json`` and ``weights.safetensors``. With a transport, all ranks make the same run; the one that holds
-    the last stage speaks for all of them.
+    the last stage speaks for all of them. On a GPU in one process, ticks are replayed unless ``capture`` is False; that
+    changes the speed and nothing else.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Run:
         transport: Transport | None = None,
         placement: Sequence[int] | None = None,
         trace: int = 0,
+        capture: bool | None = None,
     ) -> None:
         config.validate()
         self.config, self.folder, self.device = config, folder, torch.device(device)
@@ -77,12 +78,15 @@ class Run:
         self._data = config.load_data() if data is None else data
         self._fingerprint = fingerprint(self._data)
         share = (place.replica, place.replicas)
-        self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, device=self.device, share=share)
+        how: dict[str, Any] = {"device": self.device, "share": share, "channels_last": config.channels_last}
+        self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, **how)
         # A window of text is many samples in one already.
         at_once = config.batch_size if "vocab_size" in self._data.arguments else max(config.batch_size, 256)
-        self.test = Batches(self._data, "test", at_once, device=self.device, share=share)
-        self.trainer = self._trainer(transport, config.stages, config.order, placement)
+        self.test = Batches(self._data, "test", at_once, **how)
+        self.trainer = self._trainer(transport, config.stages, config.order, placement, capture)
         self.position = Position()
+        self._refusal: str | None = None
+        self._replayed = 0
         self._filled_from = 0  # the micro-batch at which this pipeline began to fill
         self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport)
         keep = self._restore() if resume and self._checkpoints.exist() else 0
@@ -104,6 +108,7 @@ class Run:
         stages: int | Sequence[int],
         order: str | Sequence[int] | None,
         placement: Sequence[int] | None = None,
+        capture: bool | None = False,
     ) -> Trainer:
         config = self.config
         torch.manual_seed(config.seed)
@@ -112,6 +117,8 @@ class Run:
         network = models.create(config.model, **arguments)
         if config.exact:
             network.use_coupling(FixedPoint)
+        if config.channels_last:
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if config.compile:
             network.compile_functions()
         return Trainer(
@@ -131,6 +138,7 @@ class Run:
             placement=placement,
             message_dtype=config.message_dtype,
             corrections=config.corrections,
+            capture=capture,
         )
 
     def __call__(self) -> dict[str, Any]:
@@ -151,27 +159,36 @@ class Run:
         self.metrics.close()
 
     def _epoch(self, stop: threading.Event) -> None:
-        position = self.position
+        position, watch = self.position, Watch(self.position, self.device)
+
+        def figures() -> tuple[float, int, int, float]:
+            position.read()
+            watch.lap()
+            return position.loss, position.correct, position.samples, position.rate
+
         self.progress.start(position.epoch, position.batch)
+        watch.start()
         for x, y in self.train.epoch(position.epoch, position.batch):
-            began = time.perf_counter()
             position.count(self._tick(x, y, self.train.weight(position.batch)))
-            position.seconds += time.perf_counter() - began
             position.trained += self.train.size(position.batch)
             position.batch += 1
             self._trace()
+            self._look_at_replays()
             stopping = self.transport.any_soon(stop.is_set())
-            self.progress.step(position.loss, position.correct, position.samples, self.position.rate)
+            self.progress.step(figures)
             last = position.batch == len(self.train)
             every = self.config.checkpoint_every
             if stopping or (not last and every and self.trainer.executor.microbatches % every == 0):
+                watch.stop()
                 self._save()
+                watch.start()
             if stopping:
                 self._trace(ending=True)
                 raise Interrupted(f"stopped in epoch {position.epoch + 1}; continue with --resume --out {self.folder}")
         if position.epoch == self.config.epochs - 1:
             position.count(self.trainer.drain())
             self._trace(ending=True)
+        watch.stop()
         self._end_epoch()
 
     def _tick(self, x: torch.Tensor, y: torch.Tensor, weight: float) -> list[Finished]:
@@ -192,6 +209,15 @@ class Run:
         if self.transport.place.speaks:
             trace.save(self.folder / TRACE)
             self.progress.say(f"{trace.table()}\ntrace in {self.folder / TRACE}: open it at https://ui.perfetto.dev")
+
+    def _look_at_replays(self) -> None:
+        executor = self.trainer.executor
+        if isinstance(executor, CapturedExecutor):
+            self.position.replayed += executor.replayed - self._replayed
+            self._replayed = executor.replayed
+            if executor.refusal != self._refusal:
+                self._refusal = executor.refusal
+                self.progress.say(f"ticks are not replayed: {executor.refusal}")
 
     def _probed_tick(self) -> int:
         """A tick with a full pipeline and an update in it, on which memory is measured."""
@@ -218,7 +244,7 @@ class Run:
         }
         self.metrics.write(self.trainer.executor.microbatches, record)
         self.progress.end(record)
-        position.batch, position.loss, position.correct, position.samples = 0, 0.0, 0, 0
+        position.start_epoch()
         if position.epoch % self.config.checkpoint_epochs == 0 or position.epoch == self.config.epochs:
             self._save()
 
@@ -270,6 +296,7 @@ class Run:
     def _sums(self) -> list[float]:
         """Loss, right answers and samples of the epoch so far, of all replicas."""
         position = self.position
+        position.read()
         return self.transport.total([position.loss, position.correct, position.samples])
 
     def _restore(self) -> int:
@@ -293,6 +320,7 @@ class Run:
                 self.position = replace(self.position, loss=0.0, correct=0, samples=0)
             else:
                 self.position.count(finished)
+                self.position.read()
             return int(saved["metrics_bytes"])
         except Diverged:
             raise

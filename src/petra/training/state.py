@@ -10,8 +10,12 @@ from torch import Tensor
 
 from petra.corrections import Corrected
 from petra.execution import Stage
+from petra.reversible.streams import laid_out_like
 
 Names = Mapping[Tensor, str]
+
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of an optimizer that say how it computes, not what: they belong to the device, and stay as they are."""
 
 
 def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> dict[str, Any]:
@@ -87,16 +91,30 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]
     ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
     index = {name: i for i, name in enumerate(ordered)}
     groups = [
-        {**settings[names[group["params"][0]]], "params": [index[names[p]] for p in group["params"]]}
+        {
+            **settings[names[group["params"][0]]],
+            **{way: group[way] for way in _WAYS if way in group},
+            "params": [index[names[p]] for p in group["params"]],
+        }
         for group in optimizer.param_groups
     ]
-    found = {index[name]: states[name] for name in ordered if name in states}
+    parameters = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
+    found = {index[name]: _laid_out(states[name], parameters[name]) for name in ordered if name in states}
     optimizer.load_state_dict({"state": found, "param_groups": groups})
 
 
 def _counted_here(state: dict[str, Any]) -> dict[str, Any]:
     """The same with AdamW's count of steps in the host's memory; on a GPU, reading it would make the host wait."""
     return {key: value.cpu() if key == "step" and isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _laid_out(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """The same with averages in the memory layout of the parameter, which may have been another when it was saved."""
+
+    def same(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == parameter.shape
+
+    return {key: laid_out_like(value, parameter) if same(value) else value for key, value in state.items()}
 
 
 def _scheduler_state(optimizer: torch.optim.Optimizer, saved: list[Mapping[str, Any]], names: Names) -> dict[str, Any]:

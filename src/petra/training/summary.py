@@ -37,6 +37,8 @@ def summarise(config: RunConfig, trainer: Trainer, position: Position, weights: 
         "best_test_accuracy": position.best_accuracy,
         "best_epoch": position.best_epoch,
         "samples_per_second": position.rate,
+        "replayed_ticks": position.replayed,
+        "not_replayed": trainer.executor.refusal,
         "activation_peak_bytes": position.activation_peak,
         "memory_bytes": position.memory,
         "weights_sha256": weights_hash(weights),

@@ -25,7 +25,7 @@ from petra.execution import (
     partition,
 )
 from petra.methods import Chain, Method, Settings
-from petra.reversible.streams import Streams, as_streams, single
+from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.training import state as states
 from petra.training.loss import count_answers, count_correct
 from petra.training.orders import choose_order
@@ -73,8 +73,9 @@ class Trainer:
     the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
     mean gradient of all. ``message_dtype`` is what float32 travels as between stages, to send half as much
     with ``torch.bfloat16``. ``corrections`` make up for staleness: names like ``"predict"`` or
-    ``"shrink:0.9"``, or objects of `petra.corrections`. With ``capture``, on one GPU and with a fused optimizer, ticks
-    of a full pipeline are recorded as CUDA graphs and replayed; ``executor.refusal`` says why, where they cannot be.
+    ``"shrink:0.9"``, or objects of `petra.corrections`. On a GPU, in one process and with
+    a fused optimizer, ticks of a full pipeline are recorded as CUDA graphs and replayed, unless ``capture`` is False;
+    True refuses devices where that cannot be. ``executor.refusal`` says why, where ticks of this network cannot be.
 
     >>> trainer = Trainer(network, loss=nn.functional.cross_entropy, stages=4,
     ...                   optimizer=lambda p: torch.optim.SGD(p, 0.1))       # doctest: +SKIP
@@ -102,7 +103,7 @@ class Trainer:
         placement: Sequence[int] | None = None,
         message_dtype: torch.dtype | None = None,
         corrections: Sequence[str | Correction] = (),
-        capture: bool = False,
+        capture: bool | None = None,
     ) -> None:
         if not isinstance(network, nn.Sequential):
             raise ValueError(
@@ -119,6 +120,7 @@ class Trainer:
         self.loss = loss
         self.transport = transport = transport if transport is not None else Alone(self.device)
         place = transport.place
+        recorder = make_recorder(self.device, place, capture)
         self.layout = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
@@ -134,6 +136,7 @@ class Trainer:
         refuse_sharing(network, cuts)
         if message_dtype is not None:
             refuse_other_dtypes(network)
+        in_channels_last = any(channels_last(p) for p in network.parameters())
         self.placement = place_stages(len(cuts), place.ranks, placement)
         """The rank of each stage."""
         if place.ranks * place.replicas > 1:
@@ -141,6 +144,7 @@ class Trainer:
                 "placement": self.placement,
                 "weights": weights_hash(network.state_dict()),
                 "torch": torch.__version__,
+                "channels_last": in_channels_last,
             }
             transport.agree({**self.layout, **names})
         crossings = [(a, b) for a, b in pairwise(self.placement) if a != b]
@@ -172,16 +176,13 @@ class Trainer:
                 )
                 made.append(stage)
         if place.ranks == 1:
-            recorder = make_recorder(self.device) if capture else None
             self.executor = (
                 LocalExecutor(made, self.order) if recorder is None else CapturedExecutor(made, self.order, recorder)
             )
             self.executor.doing = transport.doing
         else:
-            if capture:
-                raise ValueError("capture is for stages on one device, and there are several ranks: leave it out")
             rehearsal = Rehearsal(list(network), cuts, self.method, message_dtype)
-            self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal)
+            self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal, in_channels_last)
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         layers = list(network._modules)  # named_children would leave a layer out that comes twice
         self._stage_of = {layers[i]: index for index, cut in enumerate(cuts) for i in cut}

@@ -8,6 +8,9 @@ from torch import Tensor
 from petra.training.data.protocol import Data, SplitName
 from petra.training.data.seeds import generator
 
+_AHEAD = 64
+"""Batches whose random numbers go to the device together: a copy of its own for each takes longer than to draw them."""
+
 
 class Batches:
     """Batches of one split as a pure function of (seed, epoch, index).
@@ -18,6 +21,7 @@ class Batches:
     test split comes in order and untouched. `dtype` is that of images; tokens are int64.
     With `share` (r, R), every batch is the r-th of R parts of the one that there would be without. A part of a
     training batch is never empty: where there are fewer samples than parts, one stands in, with `weight` 0.
+    With `channels_last`, that is how images lie in memory.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class Batches:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         share: tuple[int, int] = (0, 1),
+        channels_last: bool = False,
     ) -> None:
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}: give 'train' or 'test'")
@@ -48,6 +53,7 @@ class Batches:
         self.seed = seed
         self.device = torch.device(device)
         self.dtype = dtype
+        self._channels_last = channels_last
         self._shuffle = split == "train"
         self._drop_last = drop_last
         augment = split == "train" if augment is None else augment
@@ -87,19 +93,34 @@ class Batches:
 
     def _iterate(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         order = self._order(epoch)
-        for i in range(start, len(self)):
+        for i, drawn in enumerate(self._drawn(epoch, start), start):
             index = self._part(order[i * self.batch_size : (i + 1) * self.batch_size])
             if len(index) == 0:
                 if not self._shuffle:
                     continue
                 index = order[i * self.batch_size : i * self.batch_size + 1]
-            drawn = self._split.draw(self.size(i), self.seed, epoch, i)
-            if drawn is not None:
-                drawn = self._part(drawn, dim=1)
-                if drawn.shape[1] == 0:  # for the one that stands in
-                    drawn = drawn.new_zeros(len(drawn), 1)
-                drawn = self._send(drawn)
-            yield self._split.take(index, drawn)
+            inputs, targets = self._split.take(index, drawn)
+            if self._channels_last and inputs.ndim == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            yield inputs, targets
+
+    def _drawn(self, epoch: int, start: int) -> Iterator[Tensor | None]:
+        """What is random about each batch: drawn for each by itself, and sent for many at a time."""
+        for first in range(start, len(self), _AHEAD):
+            some = [self._draw(epoch, i) for i in range(first, min(first + _AHEAD, len(self)))]
+            found = [drawn for drawn in some if drawn is not None]
+            if not found:
+                yield from some
+            else:
+                yield from torch.split(self._send(torch.cat(found, 1)), [drawn.shape[1] for drawn in found], 1)
+
+    def _draw(self, epoch: int, i: int) -> Tensor | None:
+        drawn = self._split.draw(self.size(i), self.seed, epoch, i)
+        if drawn is None:
+            return None
+        drawn = self._part(drawn, dim=1)
+        # Where there is none for this share, there is one that stands in.
+        return drawn if drawn.shape[1] else drawn.new_zeros(len(drawn), 1)
 
     def _part(self, whole: Tensor, dim: int = 0) -> Tensor:
         return whole.tensor_split(self._share[1], dim)[self._share[0]]

@@ -1,0 +1,201 @@
+"""Channels last: another layout in memory, the same training; and streams keep it from stage to stage."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from replaying import ReplayRecorder
+from torch import nn
+from trainers import make
+
+from petra import models
+from petra.cli.main import main
+from petra.cli.options import set_up_device
+from petra.execution import CapturedExecutor, run_together
+from petra.reversible.streams import channels_last, dense, laid_out_like
+from petra.training.data import Batches, load
+
+LAST = torch.channels_last
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, fused=True)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, fused=True)  # a small one makes noise large
+
+
+def network(name="revnet18"):
+    torch.manual_seed(0)
+    return models.create(name, width=4, depths=(2, 2), in_channels=3, num_classes=4).double()
+
+
+def data(count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(3, 3, 6, 6, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 2])
+
+
+def trained(net, ticks=14, **options):
+    trainer = make(net, **{"optimizer": sgd, "stages": len(net), **options})
+    for x, y in data(ticks):
+        trainer.step(x.contiguous(memory_format=LAST) if any(map(channels_last, net.parameters())) else x, y)
+    trainer.drain()
+    return trainer
+
+
+def assert_close(a, b):
+    for x, y in zip(a.network.state_dict().values(), b.network.state_dict().values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("stages", [6, 2])
+@pytest.mark.parametrize("method", ["petra", "reversible", "backprop", "delayed", "gpipe"])
+def test_training_is_the_same(method, stages):
+    options = {"method": method, "stages": stages, "accumulate": 2}
+    plain = trained(network(), **options)
+    assert_close(plain, trained(network().to(memory_format=LAST), **options))
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_replayed_ticks_are_the_same(method, optimizer):
+    plain = make(network(), optimizer=optimizer, method=method, stages=6)
+    replaying = make(network().to(memory_format=LAST), optimizer=optimizer, method=method, stages=6)
+    replaying.executor = CapturedExecutor(replaying.stages, replaying.order, ReplayRecorder())
+    for x, y in data(20):
+        plain.step(x, y)
+        replaying.step(x.contiguous(memory_format=LAST), y)
+    assert replaying.executor.refusal is None
+    assert replaying.executor.replayed > 5
+    assert_close(plain, replaying)
+
+
+@pytest.mark.parametrize("name", ["revnet18", "resnet18"])
+@pytest.mark.parametrize("method", ["petra", "backprop", "delayed"])
+def test_streams_and_gradients_keep_the_layout(name, method):
+    trainer = make(network(name).to(memory_format=LAST), method=method, stages=6)
+    executor = trainer.executor
+    for x, y in data(14):
+        trainer.step(x.contiguous(memory_format=LAST), y)
+        waiting = [x for stage in range(6) for x in executor.messages(stage)]
+        kept = [x for s in trainer.stages for k in s.kept.values() for streams in k.inputs for x in streams]
+        assert all(channels_last(x) for x in (*waiting, *kept) if x.ndim == 4 and 0 not in x.stride())
+    if method != "backprop":  # which has nothing wait
+        assert sum(x.ndim == 4 for x in waiting) >= 5
+    for stage in trainer.stages:
+        for p in stage.parameters:
+            assert all(laid_out_like(x, p) is x for x in (p.grad, stage.optimizer.state[p]["momentum_buffer"]))
+
+
+def contiguous(x):
+    """As processes send it."""
+    return None if x is None else x.contiguous()
+
+
+class Scale(nn.Module):
+    """The gradient of its weight is one number many times, and so has no layout of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, 2, 2, dtype=torch.float64).contiguous(memory_format=LAST))
+
+    def forward(self, x):
+        return x * self.weight.sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_lie_as_their_parameters_do(accumulate):
+    trainer = make(nn.Sequential(Scale(), nn.Flatten(), nn.Linear(108, 4).double()), accumulate=accumulate)
+    for x, y in data(2):
+        trainer.step(x, y)
+        weight = trainer.network[0].weight
+        assert weight.grad.stride() == weight.stride()
+
+
+def test_ranks_keep_the_layout():
+    one = trained(network().to(memory_format=LAST), stages=4)
+
+    def work(transport):
+        send = transport.send
+        transport.send = lambda to, label, tensors: send(to, label, [contiguous(x) for x in tensors])
+        trainer = make(network().to(memory_format=LAST), optimizer=sgd, stages=4, transport=transport)
+        seen = []
+        take_up = trainer.executor._take_up
+        trainer.executor._take_up = lambda *where: seen.append(take_up(*where)) or seen[-1]
+        for x, y in data(14):
+            trainer.step(x.contiguous(memory_format=LAST), y)
+        trainer.drain()
+        assert all(channels_last(x) for streams in seen for x in streams if x.ndim == 4)
+        return {name: v for name, v in trainer.network.state_dict().items() if not v.is_meta}
+
+    found = {name: value for rank in run_together(work, ranks=2) for name, value in rank.items()}
+    for name, value in one.network.state_dict().items():
+        assert torch.equal(found[name], value)
+
+
+def test_a_state_of_the_other_layout_is_taken_up():
+    """Fused optimizers go through memory in order, so averages have to lie as their parameters do."""
+    plain = make(network(), optimizer=adamw, stages=3)
+    batches = list(data(14))
+    for x, y in batches[:7]:
+        plain.step(x, y)
+    last = make(network().to(memory_format=LAST), optimizer=adamw, stages=3)
+    last.load_state_dict(copy.deepcopy(plain.state_dict()))
+    for x, y in batches[7:]:
+        plain.step(x, y)
+        last.step(x.contiguous(memory_format=LAST), y)
+    assert_close(plain, last)
+
+
+@given(st.permutations(range(4)), st.tuples(*[st.integers(1, 4)] * 4), st.booleans(), st.booleans())
+def test_dense_has_no_gaps_and_the_same_values(order, shape, halved, like):
+    x = torch.arange(float(torch.Size(shape).numel())).view(shape).permute(order)
+    x = x[:, : (x.shape[1] + 1) // 2] if halved else x
+    stream = torch.empty(x.shape).contiguous(memory_format=LAST) if like else None
+    found = dense(x, stream)
+    assert torch.equal(found, x)
+    assert found.is_contiguous() or channels_last(found)
+    assert stream is None or not channels_last(stream) or laid_out_like(found, stream) is found
+
+
+def test_half_of_the_channels_keeps_them_last():
+    x = torch.randn(2, 6, 5, 4).contiguous(memory_format=LAST)
+    assert all(channels_last(dense(half)) for half in x.chunk(2, 1))
+    assert not channels_last(dense(torch.randn(2, 6, 5, 4).chunk(2, 1)[0]))
+
+
+def test_batches_come_in_the_layout():
+    images = load("synthetic:3x8x8:4:20")
+    plain, last = (list(Batches(images, "train", 6, channels_last=on).epoch(0)) for on in (False, True))
+    assert all(channels_last(x) and torch.equal(x, y) for (x, _), (y, _) in zip(last, plain, strict=True))
+
+
+SMALL = [
+    *("--model", "revnet18", "--width", "2", "--depths", "1,1", "--data", "synthetic:3x6x6:4:40", "--stages", "4"),
+    *("--batch-size", "8", "--epochs", "1", "--threads", "1", "--device", "cpu", "--quiet"),
+]
+
+
+def test_the_command_line_has_it_and_remembers_it(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["train", *SMALL, "--channels-last", *out]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["channels_last"] is True
+    text = ["--model", "rev-gpt", "--data", "synthetic:3x6x6:4:40", "--channels-last"]
+    assert main(["train", *text, "--out", str(tmp_path / "text")]) == 2
+    assert "--channels-last is for convolutions, and rev-gpt has none" in capsys.readouterr().err
+
+
+def test_benchmark_lets_cudnn_choose(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for benchmark in (True, False):
+        for name in ("benchmark", "deterministic"):
+            monkeypatch.setattr(torch.backends.cudnn, name, torch.backends.cudnn.benchmark)
+        options = type("Options", (), {"threads": None, "device": "cuda:0", "benchmark": benchmark})
+        assert set_up_device(options) == torch.device("cuda:0")
+        assert torch.backends.cudnn.benchmark is benchmark
+        assert torch.backends.cudnn.deterministic is not benchmark
