@@ -134,7 +134,10 @@ def same(folder, other):
     """Weights and metrics, but for the speed."""
     hashes = [json.loads((f / "summary.json").read_text())["weights_sha256"] for f in (folder, other)]
     records = [
-        [{**json.loads(line), "samples_per_second": 0} for line in (f / "metrics.jsonl").read_text().splitlines()]
+        [
+            {**json.loads(line), "samples_per_second": 0, "seconds": 0}
+            for line in (f / "metrics.jsonl").read_text().splitlines()
+        ]
         for f in (folder, other)
     ]
     return hashes[0] == hashes[1] and records[0] == records[1]

@@ -68,7 +68,9 @@ def result(folder):
     """Weights, and metrics without the speed."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    records = [{k: v for k, v in json.loads(line).items() if k != "samples_per_second"} for line in lines]
+    records = [
+        {k: v for k, v in json.loads(line).items() if k not in ("samples_per_second", "seconds")} for line in lines
+    ]
     return summary["weights_sha256"], summary["test_accuracy"], records
 
 

@@ -94,9 +94,9 @@ class PetraPipeline:
         )
         self.busy = Busy()
         for stage in self._trainer.stages:
-            self.busy.watch(stage, "forward", "finish", "backward", "update")
+            self.busy.watch(stage, "forward", "finish", "backward", "update", "learn")
         self.fill = self._trainer.order.staleness(0) + len(data)
-        self.lead = 1 if self._trainer.method.pipelined else 0
+        self.lead = 1 if self._trainer.order.staleness(0) else 0
 
     def run(self, count: int) -> list[float]:
         losses = []

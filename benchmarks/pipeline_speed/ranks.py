@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cut import Cut, cut_by_cost
+from cut import Cut, cut_by_cost, cut_for_replay
 from pipelines import PetraPipeline, Pipeline, Torch1F1B, check_gradients, check_losses
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -28,6 +28,8 @@ from petra.measure import environment
 FLUSHING = ("torch 1f1b", "1f1b")
 """Pipelines that stop for an update; their gradients are exact, and so the same."""
 
+SEQUENTIAL = ("reversible", "backprop")
+"""Those without overlap."""
 
 COUNTED = ("user", "system", "page_faults", "switches")
 """What the system counts of a process, all threads together; switches are those it was forced to."""
@@ -60,6 +62,9 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
         say("costs of layers")
         in_a_row = any(method == "torch 1f1b" for method, _ in options.methods)
         cut, costs = cut_by_cost(create(options), *data[0], options.profile_ticks, transport, in_a_row)
+    elif options.cut == "replay":
+        say("costs of layers")
+        cut, costs = cut_for_replay(create(options), *data[0], options.profile_ticks, transport)
     elif options.cut == "blocks":
         layers = [options.blocks] * options.ranks
         layers[0] += 1  # the stem
@@ -87,7 +92,10 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
         for name, pipeline, window in zip(names, pipelines, windows, strict=True):
             say(f"round {turn} of {name}")
             ticks = options.ticks
-            if name == "reversible":  # without overlap a micro-batch takes as many times longer as there are ranks
+            if name in (
+                "reversible",
+                "backprop",
+            ):  # without overlap a micro-batch takes as many times longer as there are ranks
                 ticks = options.accumulate * max(2, ticks // options.accumulate // options.ranks)
             dist.barrier()
             pipeline.run(pipeline.lead)
@@ -111,7 +119,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
 
 def work(rank: int, options: Namespace, folder: str) -> None:
     """One rank; leaves its result, or where it was and what went wrong, in ``folder``."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
 
     def say(what: str) -> None:
         Path(folder, f"{rank}.at").write_text(what)

@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--ticks", type=int, default=8, help="in a window; rounded up to whole updates")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile-ticks", type=int, default=3, help="for the costs of layers")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank (default 1)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for another")
     parser.add_argument("--limit", type=float, default=560, help="seconds after which a case is stopped")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))

@@ -9,6 +9,8 @@ from typing import Any
 
 from petra import methods
 from petra.cli.options import add_run_options, given, refuse_capture, set_up_device
+from petra.cli.plot import read
+from petra.measure.run_figure import check_plots, draw_runs
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
@@ -30,11 +32,16 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("runs/compare"), help="default %(default)s")
     parser.add_argument("--overwrite", action="store_true", help="replace the runs of an earlier comparison")
+    parser.add_argument(
+        "--plot", action="store_true", help="draw losses against epochs and seconds into comparison.png in --out"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train with each method, then print and write the table."""
+    """Train with each method, then print and write the table, and draw the figure if asked for."""
+    if options.plot:
+        check_plots()
     asked = given(options)
     names = list(dict.fromkeys(options.methods))
     configs = []
@@ -66,6 +73,8 @@ def run(options: argparse.Namespace) -> None:
         )
         summaries.append(job())
     checkpoint.write_json(options.out / "comparison.json", summaries)
+    if options.plot:
+        draw_runs([read(options.out / name) for name in names], options.out / "comparison.png")
     sys.stderr.flush()
     print(table(summaries))
 

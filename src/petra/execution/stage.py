@@ -261,6 +261,10 @@ class Stage:
             "synthesizer": self.synthesizer.tensors() if self.synthesizer is not None else [],
         }
 
+    def waiting(self) -> list[Tensor]:
+        """Gradients at its own outputs, of the loss or predicted, that wait for a backward; none between ticks."""
+        return [g for message in self._above.values() for g in message.gradients if g is not None]
+
     def in_flight(self) -> dict[str, Any]:
         """What belongs to micro-batches between two ticks: what is kept of them, and gradients being added up."""
         assert not self._above

@@ -1,5 +1,6 @@
 """Instruments that observe an executor, and where they did; and a plan from what they found."""
 
+from petra.measure.activations import Activations
 from petra.measure.environment import environment
 from petra.measure.fidelity import Fidelity, Measurement
 from petra.measure.forecast import Forecast
@@ -11,6 +12,7 @@ from petra.measure.ticks import Link, tick_seconds
 from petra.measure.timeline import Timeline, Trace
 
 __all__ = [
+    "Activations",
     "Fidelity",
     "Forecast",
     "Likeness",

@@ -50,7 +50,7 @@ def _over_updates(axis: Any, rows: Sequence[Row], stages: Sequence[int], name: s
             if key is not None:
                 points = [(row["update"], row[key]) for row in own if row[key] is not None]
                 updates, values = [x for x, _ in points], [float(y) for _, y in points if y is not None]
-                axis.plot(updates, _rolling(values), line, color=colour, label=stage if line == "-" else None)
+                axis.plot(updates, rolling(values), line, color=colour, label=stage if line == "-" else None)
     axis.axhline(1.0, color="grey", linewidth=0.5)
     axis.set(xlabel="update", title=of if other is None else f"{of} (dashed: of the delayed one)")
 
@@ -71,7 +71,7 @@ def _over_stages(axis: Any, rows: Sequence[Row], stages: Sequence[int]) -> None:
     axis.set(xlabel="stage", title="cosine, last tenth of the measurements")
 
 
-def _rolling(values: Sequence[float]) -> list[float]:
+def rolling(values: Sequence[float]) -> list[float]:
     """Means of up to a twentieth of the values, each with those before it."""
     window = max(1, len(values) // 20)
     parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]

@@ -41,7 +41,7 @@ class Synthesizer:
                 f"dni has no synthesizer for what layer {self.above} takes, of shape {shapes}: it knows maps N×C×H×W, "
                 "tokens N×T×C and vectors N×C; cut the network elsewhere, or choose features-replay"
             )
-        features = torch.cat(floating, _channels(maps))
+        features = torch.cat(floating, _channels(maps)) if len(floating) > 1 else floating[0]
         if self.network is None:
             self._make(features.shape[_channels(maps)], maps, features.device, features.dtype)
         assert self.network is not None

@@ -241,6 +241,7 @@ class Run:
             "test_accuracy": position.test_accuracy,
             "lr": self._learning_rate(),
             "samples_per_second": self.position.rate,
+            "seconds": self.position.seconds,
         }
         self.metrics.write(self.trainer.executor.microbatches, record)
         self.progress.end(record)

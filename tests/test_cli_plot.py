@@ -1,0 +1,56 @@
+"""Figures of runs: `petra compare --plot` and `petra plot`."""
+
+import json
+
+import pytest
+from test_cli import SMALL
+
+from petra.cli.main import main
+from petra.measure import run_figure
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    methods = ["--methods", "backprop", "features-replay"]
+    assert main(["compare", *SMALL, "--momentum", "0", "--quiet", *methods, "--out", str(folder)]) == 0
+    assert main(["fidelity", *SMALL, "--quiet", "--every", "5", "--method", "ddg", "--out", str(folder / "ddg")]) == 0
+    return folder
+
+
+def test_seconds_are_noted_with_every_epoch(compared):
+    """Of all epochs so far, without evaluation; what is trained in them gives the rate."""
+    records = [json.loads(line) for line in (compared / "features-replay" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < records[0]["seconds"] < records[1]["seconds"]
+    trained = [r["seconds"] * r["samples_per_second"] for r in records]
+    assert trained[1] == pytest.approx(2 * trained[0])
+
+
+def test_runs_are_drawn_side_by_side(compared, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    folders = [str(compared / name) for name in ("backprop", "features-replay", "ddg")]
+    assert main(["plot", *folders, "--out", str(tmp_path / "runs.png")]) == 0
+    assert (tmp_path / "runs.png").read_bytes().startswith(PNG)
+    assert main(["plot", *folders[:2], "--out", str(tmp_path / "losses.png")]) == 0
+    assert (tmp_path / "losses.png").read_bytes().startswith(PNG)
+
+
+def test_compare_draws_if_asked(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main(["compare", *SMALL, "--quiet", "--plot", "--methods", "ddg", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
+
+
+def test_figures_need_matplotlib_and_runs(compared, tmp_path, capsys, monkeypatch):
+    """Before anything is trained."""
+    monkeypatch.setattr(run_figure, "find_spec", lambda name: None)
+    assert main(["plot", str(compared / "ddg")]) == 2
+    assert "pip install 'petra[plots]'" in capsys.readouterr().err
+    assert main(["compare", *SMALL, "--plot", "--out", str(tmp_path)]) == 2
+    assert "pip install 'petra[plots]'" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(run_figure, "find_spec", lambda name: True)
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err

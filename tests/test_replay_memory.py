@@ -1,0 +1,83 @@
+"""Table 1 of Features Replay: activations counted in features, on networks of equal layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from petra import Network, Trainer
+from petra.measure import Activations
+
+BATCH, WIDTH = 3, 8
+FEATURE = BATCH * WIDTH * 4  # bytes
+SHAPES = [(12, 1), (12, 2), (12, 3), (12, 4), (24, 2), (24, 3), (24, 4), (24, 6)]  # L and K
+
+
+def layer():
+    """Saves its input and its output, which is the next one's input."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())
+
+
+def half_square(outputs, targets):
+    """A loss that saves nothing but the outputs, with a gradient of their size."""
+    return (outputs * outputs).sum() / 2
+
+
+def watch(method, layers, modules, device="cpu"):
+    """The activations of one iteration with full histories."""
+    with torch.device(device):
+        network = Network(*(layer() for _ in range(layers)))
+        data = [torch.randn(BATCH, WIDTH) for _ in range(modules + 2)]
+    optimizer = lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9)  # noqa: E731
+    trainer = Trainer(network, loss=half_square, optimizer=optimizer, method=method, stages=modules)
+    for x in data[1:]:
+        trainer.step(x, None)
+    with Activations(trainer.executor) as found:
+        trainer.step(data[0], None)
+    return found
+
+
+def features(method, layers, modules):
+    return watch(method, layers, modules).stages.total() / FEATURE
+
+
+@pytest.mark.parametrize(("layers", "modules"), SHAPES)
+def test_the_orders_of_table_1(layers, modules):
+    """Every module has its input, the outputs of its layers and a gradient at its output; the rest is histories."""
+    histories = modules * (modules + 1) // 2  # K - k + 1 of module k
+    assert features("backprop", layers, modules) == layers + 2 * modules
+    assert features("features-replay", layers, modules) == layers + histories + modules  # L + K²
+    graphs = layers // modules + 1
+    assert features("ddg", layers, modules) == graphs * histories + modules  # LK + K²
+
+
+@pytest.mark.parametrize(("layers", "modules"), SHAPES)
+def test_dni_adds_its_synthesizers(layers, modules):
+    """L + K L_s: a hidden layer saves what its norm takes, a mean and a deviation for each row, and what it gives."""
+    hidden = 2 + 2 / WIDTH
+    assert features("dni", layers, modules) == layers + 2 * modules + (modules - 1) * 2 * hidden
+
+
+def test_a_module_has_as_many_inputs_as_modules_are_above_it():
+    found = watch("features-replay", 12, 4).stages
+    assert [found[s] / FEATURE for s in range(4)] == [4 + 3 + 1, 3 + 3 + 1, 2 + 3 + 1, 1 + 3 + 1]
+
+
+def test_modules_that_take_turns_do_not_replay_at_the_same_time():
+    """In one process only one graph of Features Replay lives, so it needs less than backprop."""
+    assert watch("features-replay", 36, 4).together < watch("backprop", 36, 4).together
+    assert watch("ddg", 24, 4).together > 2 * watch("backprop", 24, 4).together
+
+
+@pytest.mark.parametrize("method", ["backprop", "features-replay", "ddg", "dni"])
+def test_it_is_the_same_on_paper(method):
+    """On the "meta" device nothing is computed, and the same is counted."""
+    real, paper = (watch(method, 12, 3, device) for device in ("cpu", "meta"))
+    assert (real.stages, real.together) == (paper.stages, paper.together)
+
+
+def test_memory_that_stages_share_is_counted_once_for_all_and_once_for_each():
+    """A module's output is its neighbour's input."""
+    found = watch("backprop", 4, 4)
+    # One gradient on its way at a time; inputs, outputs.
+    assert found.together == (4 + 1 + 1) * FEATURE
+    assert found.stages.total() == 4 * (1 + 1 + 1) * FEATURE
