@@ -70,7 +70,7 @@ class Runner:
             command += ["--every", str(self.every)]
         self.say(case, "goes on" if "--resume" in command else "begins")
         with (folder / "run.log").open("a") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603
+            process = subprocess.Popen(command, stdout=log, stderr=log)
             try:
                 code = process.wait(max(1.0, self.deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
