@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from test_captured import assert_same, step, warming
+from torch import nn
 from trainers import make
 
 from petra import models
+from petra.training import optimizers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -90,6 +92,63 @@ def test_autocast_and_adam():
         step(trainers, x, y)
     assert_same(*trainers)
     assert trainers[1].executor.replayed > 15
+
+
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_channels_last(method, autocast):
+    """Kernels of this layout may add in any order, so replays are close to ordinary ticks, not always equal."""
+    trainers = pair(method=method, autocast=autocast)
+    for trainer in trainers:
+        trainer.network.to(memory_format=torch.channels_last)
+    for x, y in data(60):
+        for trainer in trainers:
+            trainer.step(x.contiguous(memory_format=torch.channels_last), y)
+    assert trainers[1].executor.refusal is None
+    assert trainers[1].executor.replayed > 15
+    a, b = (trainer.evaluate(data(2)).loss for trainer in trainers)
+    assert abs(a - b) < 0.05 * abs(a)
+
+
+class Reading(nn.Module):
+    def forward(self, x):
+        return x * (1.0 if float(x.detach().sum()) > -1e9 else 2.0)
+
+
+def test_a_layer_that_cannot_be_recorded_is_done_all_the_same():
+    torch.manual_seed(0)
+    network = models.create("revnet18", width=8, num_classes=10)
+    network[2].f.append(Reading())
+    options = {"optimizer": fused, "scheduler": warming, "stages": 10, "device": "cuda"}
+    trainers = tuple(make(copy.deepcopy(network), capture=capture, **options) for capture in (False, None))
+    for x, y in data(40):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert "could not be recorded" in trainers[1].executor.refusal
+    torch.randn(3, device="cuda")  # random numbers can be drawn as before
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_checkpoints_travel_between_gpu_and_cpu(optimizer):
+    def factory(parameters):
+        return getattr(optimizers, optimizer)(parameters, lr=0.01, weight_decay=1e-3)
+
+    network = models.create("revnet18", width=4, num_classes=10)
+    there, here, back = (
+        make(copy.deepcopy(network), optimizer=factory, stages=3, device=device) for device in ("cuda", "cpu", "cuda")
+    )
+    batches = [(x.cpu(), y.cpu()) for x, y in data(12, 4)]
+    for x, y in batches[:6]:
+        there.step(x, y)
+    here.load_state_dict(there.state_dict())
+    for x, y in batches[6:9]:
+        here.step(x, y)
+    back.load_state_dict(here.state_dict())
+    for x, y in batches[9:]:
+        back.step(x, y)
+    assert [g["fused"] for g in there.stages[0].optimizer.param_groups] == [True, True]
+    assert [g["fused"] for g in back.stages[0].optimizer.param_groups] == [True, True]
+    assert not any(g["fused"] for g in here.stages[0].optimizer.param_groups)
 
 
 def test_memory_does_not_grow_with_replays():
