@@ -21,7 +21,7 @@ def summary(folder):
 
 def metrics(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "samples_per_second": 0, "time": 0} for line in lines]
+    return [{**json.loads(line), "samples_per_second": 0, "seconds": 0, "time": 0} for line in lines]
 
 
 @pytest.fixture

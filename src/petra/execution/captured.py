@@ -264,15 +264,15 @@ class CapturedExecutor(LocalExecutor):
         return finished
 
     def _branch(self, action: Action, before: Sequence[Action]) -> AbstractContextManager[None]:
-        """A stage goes backward beside its forward, which is that of another micro-batch, and then updates."""
+        """A stage goes backward beside its forward if that is of another micro-batch, and updates after both."""
         main, side = 2 * action.stage, 2 * action.stage + 1
-        if action.kind is not Kind.BACKWARD:
-            if action.kind is not Kind.FORWARD:
-                self._recorder.after(main, side)
-            return self._recorder.branch(main)
-        if any(b.kind is not Kind.FORWARD or b.microbatch == action.microbatch for b in before):
-            self._recorder.after(side, main)
-        return self._recorder.branch(side)
+        if action.kind is Kind.BACKWARD and self.order.staleness(action.stage) > 0:
+            if any(b.kind is not Kind.FORWARD for b in before):
+                self._recorder.after(side, main)
+            return self._recorder.branch(side)
+        if action.kind is not Kind.FORWARD:
+            self._recorder.after(main, side)
+        return self._recorder.branch(main)
 
     def _take_up(self, stage: int, microbatch: int) -> Streams:
         streams = super()._take_up(stage, microbatch)

@@ -242,6 +242,14 @@ class Stage:
         outputs = tuple(dense(y) for y in self.chain.predict(self._unpacked(inputs)))
         return outputs if self.last else self._packed(outputs)
 
+    def trained(self) -> list[Tensor]:
+        """The tensors that training changes where they lie."""
+        optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
+        buffers = [b for layer in self.chain.layers for b in layer.buffers()]
+        corrected = self.corrected.tensors() if self.corrected is not None else []
+        states = [v for state in optimizer for v in state.values() if isinstance(v, Tensor)]
+        return [*self.parameters, *buffers, *states, *corrected]
+
     def gradients(self) -> list[Tensor | None]:
         """Gradients of the parameters: those being added up, or the mean that the last update used."""
         return [p.grad for p in self.parameters]

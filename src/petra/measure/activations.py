@@ -62,7 +62,7 @@ class Activations(AbstractContextManager["Activations"]):
         for stage in self.executor.stages:
             copies = stage.stash.copies.values() if stage.stash is not None else ()
             learning = stage.synthesizer.tensors() if stage.synthesizer is not None else []
-            self._fixed |= {storage_id(t) for t in (*stage.fixed(), *chain.from_iterable(copies), *learning)}
+            self._fixed |= {storage_id(t) for t in (*stage.trained(), *chain.from_iterable(copies), *learning)}
             inputs = [x for kept in stage.kept.values() for streams in kept.inputs for x in streams]
             own = _storages([*inputs, *self.executor.messages(stage.index), *stage.waiting()])
             for microbatch, kept in stage.kept.items():
