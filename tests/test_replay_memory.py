@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from networks import batches, reversible_network
 from torch import nn
+from trainers import make
 
 from petra import Network, Trainer
 from petra.measure import Activations
@@ -81,3 +83,16 @@ def test_memory_that_stages_share_is_counted_once_for_all_and_once_for_each():
     # One gradient on its way at a time; inputs, outputs.
     assert found.together == (4 + 1 + 1) * FEATURE
     assert found.stages.total() == 4 * (1 + 1 + 1) * FEATURE
+
+
+def test_what_is_let_go_within_an_action_counts_no_longer():
+    """A reversible module has the graph of one residual function at a time, however many there are."""
+    peaks = []
+    for blocks in (2, 6):
+        trainer = make(reversible_network(blocks), stages=[1, blocks, 1], order="locked-forward")
+        for x, y in batches(6):
+            trainer.step(x, y)
+        with Activations(trainer.executor) as found:
+            trainer.step(x, y)
+        peaks.append(found.stages[1])
+    assert peaks[0] == peaks[1]
