@@ -13,7 +13,7 @@ def keep_freed_memory() -> bool:
     """Have glibc's malloc keep what is freed for the next tensor; whether it does now.
 
     By itself it gives large pieces back to the system, which has to clear every page of them before it hands them out
-    again. A rank that holds stages of different sizes spent a third of its time on that. Left as it is where the
+    again. A rank that holds stages of different sizes spent a quarter of its time on that. Left as it is where the
     environment sets malloc up itself.
     """
     if any(name in os.environ for name in _OWN_SETTINGS):
