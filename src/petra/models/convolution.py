@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from petra.models.unfelt import ConvNorm, normalised
+
 StemKind = Literal["cifar", "imagenet"]
 
 
@@ -27,7 +29,7 @@ def residual(
         layers[f"bn{i + 1}"] = nn.BatchNorm2d(channels[i + 1])
         if last_relu or i < len(kernels) - 1:
             layers[f"relu{i + 1}"] = nn.ReLU(inplace=True)
-    return nn.Sequential(layers)
+    return ConvNorm(layers)
 
 
 def basic(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> nn.Sequential:
@@ -43,7 +45,7 @@ def bottleneck(inputs: int, width: int, stride: int = 1, last_relu: bool = True,
 def projection(inputs: int, outputs: int, stride: int, bias: bool = True) -> nn.Sequential:
     """The 1×1 convolution that brings a shortcut to a new shape."""
     brought = conv(inputs, outputs, 1, stride, bias)
-    return nn.Sequential(OrderedDict([("conv", brought), ("bn", nn.BatchNorm2d(outputs))]))
+    return ConvNorm(OrderedDict([("conv", brought), ("bn", nn.BatchNorm2d(outputs))]))
 
 
 class Stem(nn.Module):
@@ -62,7 +64,8 @@ class Stem(nn.Module):
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.pool(self.relu(self.bn(self.conv(x)))).chunk(self.streams, dim=1)  # type: ignore[no-any-return]
+        x = normalised(self.conv, self.bn, x)
+        return self.pool(self.relu(x)).chunk(self.streams, dim=1)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):

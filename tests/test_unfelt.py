@@ -1,0 +1,78 @@
+"""Convolutions whose bias is not added before batch norm, against those that add it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from petra import models
+from petra.models import unfelt
+
+NETWORKS = {
+    "revnet18": {"width": 4},
+    "revnet50": {"width": 2, "depths": (1, 2)},
+    "resnet18": {"width": 4, "depths": (1, 1)},
+    "revnet34": {"width": 2, "depths": (1, 1), "stem": "imagenet"},
+}
+
+
+def plain(conv, norm, x):
+    return norm(conv(x))
+
+
+def with_biases(name):
+    torch.manual_seed(0)
+    network = models.create(name, **NETWORKS[name]).double()
+    convolutions = [m for m in network.modules() if isinstance(m, nn.Conv2d)]
+    for conv in convolutions:
+        nn.init.normal_(conv.bias)
+    return network, convolutions
+
+
+def train(network, steps=3):
+    for seed in range(steps):
+        x = torch.randn(6, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        network.zero_grad()
+        outputs = network(x)
+        outputs.square().sum().backward()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.sub_(parameter.grad, alpha=1e-3)
+    return outputs.detach(), x
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_same_as_with_the_bias(name, monkeypatch):
+    network, convolutions = with_biases(name)
+    reference = copy.deepcopy(network)
+    outputs, x = train(network)
+    assert all((conv.bias.grad == 0).all() for conv in convolutions)
+    with monkeypatch.context() as patch:
+        patch.setattr("petra.models.convolution.normalised", plain)
+        patch.setattr(unfelt, "normalised", plain)
+        expected, _ = train(reference)
+        assert any((p.grad != 0).any() for n, p in reference.named_parameters() if n.endswith("conv1.bias"))
+        torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(network.state_dict(), reference.state_dict(), rtol=1e-9, atol=1e-9)
+        expected = reference.eval()(x)
+    torch.testing.assert_close(network.eval()(x), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("momentum", [None, 1.0, 0.5, 0.0])
+def test_running_mean(momentum):
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(2, 3, 1).double(), nn.BatchNorm2d(3, momentum=momentum).double()
+    twin = copy.deepcopy(norm)
+    for _ in range(3):
+        x = torch.randn(5, 2, 4, 4, dtype=torch.float64)
+        torch.testing.assert_close(unfelt.normalised(conv, norm, x), twin(conv(x)))
+    torch.testing.assert_close(norm.state_dict(), twin.state_dict())
+
+
+def test_a_frozen_bias_has_no_gradient():
+    conv, norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+    conv.bias.requires_grad_(False)
+    unfelt.normalised(conv, norm, torch.randn(4, 2, 3, 3)).sum().backward()
+    assert conv.bias.grad is None
+    assert conv.weight.grad is not None
