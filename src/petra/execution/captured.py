@@ -254,18 +254,20 @@ class CapturedExecutor(LocalExecutor):
             return super()._perform(tick)
         finished = []
         for phase in tick:
-            for _, actions in groupby(phase, lambda action: action.stage):
+            # Branches are numbered anew in every phase, for each has memory of its own to use again.
+            for number, (_, actions) in enumerate(groupby(phase, lambda action: action.stage)):
                 before: list[Action] = []
                 for action in actions:
-                    with self._branch(action, before):
+                    with self._branch(number, action, before):
                         finished += super()._perform(((action,),))
                     before.append(action)
             self._recorder.join()
+            self._held.clear()
         return finished
 
-    def _branch(self, action: Action, before: Sequence[Action]) -> AbstractContextManager[None]:
+    def _branch(self, number: int, action: Action, before: Sequence[Action]) -> AbstractContextManager[None]:
         """A stage goes backward beside its forward if that is of another micro-batch, and updates after both."""
-        main, side = 2 * action.stage, 2 * action.stage + 1
+        main, side = 2 * number, 2 * number + 1
         if action.kind is Kind.BACKWARD and self.order.staleness(action.stage) > 0:
             if any(b.kind is not Kind.FORWARD for b in before):
                 self._recorder.after(side, main)
