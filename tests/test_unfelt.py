@@ -76,3 +76,10 @@ def test_a_frozen_bias_has_no_gradient():
     unfelt.normalised(conv, norm, torch.randn(4, 2, 3, 3)).sum().backward()
     assert conv.bias.grad is None
     assert conv.weight.grad is not None
+
+
+def test_two_graphs_at_a_time():
+    conv, norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+    graphs = [unfelt.normalised(conv, norm, torch.randn(4, 2, 3, 3)).square().sum() for _ in range(2)]
+    for outputs in graphs:
+        outputs.backward()

@@ -30,7 +30,8 @@ def normalised(conv: nn.Conv2d, norm: nn.Module, x: Tensor) -> Tensor:
     if conv.bias is None or not isinstance(norm, nn.BatchNorm2d) or not norm.training or norm.momentum in (None, 1.0):
         return norm(conv(x))  # type: ignore[no-any-return]
     if norm.running_mean is not None:  # of which the norm is about to keep a part of 1 - momentum
-        norm.running_mean.add_(conv.bias.detach(), alpha=norm.momentum / (1 - norm.momentum))
+        # Through `data`, for autograd takes no notice of what a norm does to it either: other graphs may have saved it.
+        norm.running_mean.data.add_(conv.bias.detach(), alpha=norm.momentum / (1 - norm.momentum))
     weight = _Unfelt.apply(conv.weight, conv.bias)  # type: ignore[no-untyped-call]
     return norm(conv._conv_forward(x, weight, None))  # type: ignore[no-any-return]
 
