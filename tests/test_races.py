@@ -1,0 +1,274 @@
+"""No two lanes of a recorded tick touch the same memory without one waiting for the other; and what finds that out."""
+
+import pytest
+import torch
+from lanes import RaceRecorder
+from test_captured import data, fused, tiny, warming
+from torch import nn
+from trainers import make
+
+from petra.execution import CapturedExecutor
+from petra.schedule import Kind, LockedForward
+
+ORDERS = ["lock-step", "low-staleness", "locked-forward"]
+
+
+def record(executor=CapturedExecutor, recorder=RaceRecorder, carried_out=None, **options):
+    """The recorder of a trainer, when every tick of the cycle of accumulation has been recorded."""
+    options = {"optimizer": fused, "scheduler": warming, "stages": 4, "clip_norm": 0.5, "accumulate": 1, **options}
+    trainer, recorder = make(tiny(), **options), recorder()
+    trainer.executor = executor(trainer.stages, carried_out or trainer.order, recorder)
+    for x, y in data(30):
+        trainer.step(x, y)
+        if recorder.recorded == options["accumulate"]:
+            return recorder
+    raise AssertionError(trainer.executor.refusal)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("method", ["petra", "checkpointed"])
+def test_pipelines_have_no_race(method, order, accumulate):
+    recorder = record(method=method, order=order, accumulate=accumulate)
+    assert recorder.races == []
+    assert recorder.lanes == {0, 1, 2, 3, 4, 5, 6}  # the last stage has nothing to do beside its forward
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("method", ["petra-stashed", "delayed"])
+def test_stashed_weights_have_no_race(method, order):
+    assert record(method=method, order=order, stages=3).races == []
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("method", ["reversible", "backprop", "pareprop", "features-replay"])
+def test_methods_without_a_pipeline_have_no_race(method, accumulate):
+    assert record(method=method, accumulate=accumulate, stages=3).races == []
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("correction", ["predict", "discrepancy"])
+def test_corrections_have_no_race(correction, order, accumulate):
+    assert record(corrections=[correction], order=order, accumulate=accumulate, stages=3).races == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 6},
+        {"order": (7, 4, 2, 0)},
+        {"message_dtype": torch.bfloat16},
+        {"clip_norm": None},
+        {"corrections": ["spike", "shrink:0.8"]},
+    ],
+    ids=str,
+)
+def test_other_pipelines_have_no_race(options):
+    assert record(**options).races == []
+
+
+class Hasty(RaceRecorder):
+    def after(self, number, other):
+        pass
+
+
+class Loose(RaceRecorder):
+    def join(self):
+        pass
+
+
+class Careless(CapturedExecutor):
+    def _hold(self, message):
+        pass
+
+
+class UpdatesBeside(CapturedExecutor):
+    def _branch(self, action, before):
+        if action.kind is Kind.UPDATE:
+            return self._recorder.branch(2 * action.stage + 1)
+        return super()._branch(action, before)
+
+
+class AlwaysBeside(CapturedExecutor):
+    def _branch(self, action, before):
+        lane = 2 * action.stage + (action.kind is Kind.BACKWARD)
+        for other in (2 * action.stage, 2 * action.stage + 1):
+            self._recorder.after(lane, other)
+        return self._recorder.branch(lane)
+
+
+class OneLane(CapturedExecutor):
+    def _branch(self, action, before):
+        return self._recorder.branch(0)
+
+
+class Overlapping(LockedForward):
+    """A stage goes backward while the one above it reads what it has just sent; no order of the library does that."""
+
+    def tick(self, index, fed):
+        *up, down = super().tick(index, fed)
+        phases = [list(phase) for phase in (*up, ())]
+        for action in down:
+            phases[action.stage + 1].append(action)
+        return tuple(map(tuple, phases))
+
+
+@pytest.mark.parametrize(
+    ("options", "race"),
+    [
+        ({"recorder": Hasty}, "_fused_sgd_ in lane 2 writes what convolution in lane 3 reads"),
+        ({"recorder": Hasty, "method": "delayed"}, "_fused_sgd_ in lane 2 writes what convolution_backward in lane 3"),
+        ({"recorder": Loose}, "convolution in lane 2 reads what add in lane 0 writes"),
+        ({"recorder": Loose}, "nobody waits for lane 5 in the end"),
+        ({"recorder": Loose, "method": "backprop"}, "convolution_backward in lane 2 reads what add in lane 0 writes"),
+        ({"executor": UpdatesBeside}, "_fused_sgd_ in lane 1 writes what convolution in lane 0 reads"),
+        ({"executor": AlwaysBeside}, "CatBackward0 of a graph from lane 6 goes back in lane 7"),
+        ({"executor": AlwaysBeside, "method": "backprop"}, "ReluBackward0 of a graph from lane 4 goes back in lane 5"),
+        (
+            {"executor": Careless, "carried_out": Overlapping(4)},
+            "_foreach_norm in lane 0 may be given memory that add in lane 2 reads",
+        ),
+    ],
+)
+def test_an_executor_with_a_fault_is_found_out(options, race):
+    assert any(race in found for found in record(**options).races)
+
+
+def test_what_is_held_is_not_given_to_another():
+    assert record(carried_out=Overlapping(4)).races == []
+
+
+def test_one_lane_has_no_race():
+    assert record(executor=OneLane).races == []
+
+
+def found(work):
+    """The races of a few operations."""
+    recorder = RaceRecorder()
+    recorder.record(lambda: work(recorder))
+    return recorder.races
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "race"),
+    [
+        (lambda x: x.add_(1), lambda x: x * 2, "mul in lane 1 reads what add_ in lane 0 writes"),
+        (lambda x: x * 2, lambda x: x.add_(1), "add_ in lane 1 writes what mul in lane 0 reads"),
+        (lambda x: x.add_(1), lambda x: x.mul_(2), "mul_ in lane 1 writes what add_ in lane 0 writes"),
+        (lambda x: x[1:].zero_(), lambda x: x.view(2, 2) * 2, "mul in lane 1 reads what zero_ in lane 0 writes"),
+        (
+            lambda x: torch.add(x, 1, out=x),
+            lambda x: torch._foreach_mul_([x], 2),
+            "_foreach_mul_ in lane 1 writes what add in lane 0 writes",
+        ),
+        (lambda x: x * 2, lambda x: x + 1, None),
+        (lambda x: x.add_(1), lambda x: x[1:].detach(), None),
+        (lambda x: x.add_(1), lambda x: torch.zeros_like(x), None),
+    ],
+)
+def test_two_lanes(first, second, race):
+    x = torch.ones(4)
+
+    def work(recorder, wait=lambda recorder: None):
+        with recorder.branch(0):
+            first(x)
+        wait(recorder)
+        with recorder.branch(1):
+            second(x)
+        recorder.join()
+
+    assert (race in found(work)) if race else found(work) == []
+    assert found(lambda recorder: work(recorder, lambda recorder: recorder.after(1, 0))) == []
+    assert found(lambda recorder: work(recorder, lambda recorder: recorder.join())) == []
+    assert race is None or found(lambda recorder: work(recorder, lambda recorder: recorder.after(0, 1)))
+
+
+def test_running_statistics_are_written():
+    norm, x = nn.BatchNorm1d(2), torch.randn(3, 2)
+
+    def work(recorder):
+        for lane in (0, 1):
+            with recorder.branch(lane):
+                norm(x)
+        recorder.join()
+
+    assert "native_batch_norm in lane 1 writes what native_batch_norm in lane 0 writes" in found(work)
+
+
+def test_a_lane_waits_for_the_main_one_when_it_opens_only():
+    x = torch.ones(2)
+
+    def work(recorder, joins):
+        x.add_(1)
+        with recorder.branch(0):
+            x * 2
+        if joins:
+            recorder.join()
+        y = x + 1
+        with recorder.branch(0):
+            y * 2
+        recorder.join()
+        y.add_(1)
+
+    assert found(lambda recorder: work(recorder, False)) == ["mul in lane 0 reads what add in the main lane writes"]
+    assert found(lambda recorder: work(recorder, True)) == []
+
+
+def test_waits_add_up():
+    x = torch.ones(2)
+
+    def work(recorder, waits):
+        for lane, operation in ((0, lambda: x.add_(1)), (1, lambda: torch.ones(2)), (2, lambda: x * 2)):
+            for other in waits.get(lane, ()):
+                recorder.after(lane, other)
+            with recorder.branch(lane):
+                operation()
+        recorder.join()
+
+    assert found(lambda recorder: work(recorder, {1: [0], 2: [1]})) == []
+    assert found(lambda recorder: work(recorder, {2: [1]})) == ["mul in lane 2 reads what add_ in lane 0 writes"]
+    assert found(lambda recorder: work(recorder, {2: [3]})) == ["mul in lane 2 reads what add_ in lane 0 writes"]
+
+
+@pytest.mark.parametrize("how", ["freed", "held", "waited for", "of another lane", "there before", "in use by nobody"])
+def test_memory_that_was_freed(how):
+    x = [torch.ones(2)]
+
+    def work(recorder):
+        with recorder.branch(0):
+            if how != "there before":
+                x[0] = torch.ones(2)
+        recorder.after(1, 0)
+        with recorder.branch(1):
+            if how != "in use by nobody":
+                x[0] * 2
+        held = x.pop()
+        if how != "held":
+            del held
+        if how == "waited for":
+            recorder.after(0, 1)
+        with recorder.branch(2 if how == "of another lane" else 0):
+            torch.zeros(3)
+        recorder.join()
+
+    race = "zeros in lane 0 may be given memory that mul in lane 1 reads"
+    assert found(work) == ([race] if how == "freed" else [])
+
+
+def test_a_graph_goes_back_where_it_was_made():
+    x = torch.ones(2, requires_grad=True)
+
+    def work(recorder, lane):
+        with recorder.branch(0):
+            y = (x * 2).sin()
+        recorder.after(1, 0)
+        with recorder.branch(lane):
+            torch.autograd.grad(y.sum(), x)
+        recorder.join()
+
+    names = ["SinBackward0", "MulBackward0"]
+    assert found(lambda recorder: work(recorder, 0)) == []
+    assert found(lambda recorder: work(recorder, 1)) == [
+        f"{n} of a graph from lane 0 goes back in lane 1" for n in names
+    ]
