@@ -31,7 +31,8 @@ def record(executor=CapturedExecutor, recorder=RaceRecorder, carried_out=None, *
 def test_pipelines_have_no_race(method, order, accumulate):
     recorder = record(method=method, order=order, accumulate=accumulate)
     assert recorder.races == []
-    assert recorder.lanes == {0, 1, 2, 3, 4, 5, 6}  # the last stage has nothing to do beside its forward
+    # The last stage has nothing to do beside its forward; stages that are never at work at the same time share lanes.
+    assert recorder.lanes == set(range(4 if order == "low-staleness" else 7))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -84,22 +85,22 @@ class Careless(CapturedExecutor):
 
 
 class UpdatesBeside(CapturedExecutor):
-    def _branch(self, action, before):
+    def _branch(self, number, action, before):
         if action.kind is Kind.UPDATE:
-            return self._recorder.branch(2 * action.stage + 1)
-        return super()._branch(action, before)
+            return self._recorder.branch(2 * number + 1)
+        return super()._branch(number, action, before)
 
 
 class AlwaysBeside(CapturedExecutor):
-    def _branch(self, action, before):
-        lane = 2 * action.stage + (action.kind is Kind.BACKWARD)
-        for other in (2 * action.stage, 2 * action.stage + 1):
+    def _branch(self, number, action, before):
+        lane = 2 * number + (action.kind is Kind.BACKWARD)
+        for other in (2 * number, 2 * number + 1):
             self._recorder.after(lane, other)
         return self._recorder.branch(lane)
 
 
 class OneLane(CapturedExecutor):
-    def _branch(self, action, before):
+    def _branch(self, number, action, before):
         return self._recorder.branch(0)
 
 
@@ -117,14 +118,16 @@ class Overlapping(LockedForward):
 @pytest.mark.parametrize(
     ("options", "race"),
     [
-        ({"recorder": Hasty}, "_fused_sgd_ in lane 2 writes what convolution in lane 3 reads"),
+        (
+            {"recorder": Hasty, "order": "lock-step"},
+            "_fused_sgd_ in lane 2 writes what convolution_backward in lane 3 reads",
+        ),
         ({"recorder": Hasty, "method": "delayed"}, "_fused_sgd_ in lane 2 writes what convolution_backward in lane 3"),
-        ({"recorder": Loose}, "convolution in lane 2 reads what add in lane 0 writes"),
-        ({"recorder": Loose}, "nobody waits for lane 5 in the end"),
-        ({"recorder": Loose, "method": "backprop"}, "convolution_backward in lane 2 reads what add in lane 0 writes"),
+        ({"recorder": Loose}, "threshold_backward in lane 1 reads what add in lane 3 writes"),
+        ({"recorder": Loose, "order": "lock-step"}, "nobody waits for lane 5 in the end"),
         ({"executor": UpdatesBeside}, "_fused_sgd_ in lane 1 writes what convolution in lane 0 reads"),
-        ({"executor": AlwaysBeside}, "CatBackward0 of a graph from lane 6 goes back in lane 7"),
-        ({"executor": AlwaysBeside, "method": "backprop"}, "ReluBackward0 of a graph from lane 4 goes back in lane 5"),
+        ({"executor": AlwaysBeside, "order": "lock-step"}, "CatBackward0 of a graph from lane 6 goes back in lane 7"),
+        ({"executor": AlwaysBeside, "method": "backprop"}, "ReluBackward0 of a graph from lane 0 goes back in lane 1"),
         (
             {"executor": Careless, "carried_out": Overlapping(4)},
             "_foreach_norm in lane 0 may be given memory that add in lane 2 reads",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -253,12 +253,12 @@ class CapturedExecutor(LocalExecutor):
         if not self._recording:
             return super()._perform(tick)
         finished = []
+        numbers = _numbered(tick)
         for phase in tick:
-            # Branches are numbered anew in every phase, for each has memory of its own to use again.
-            for number, (_, actions) in enumerate(groupby(phase, lambda action: action.stage)):
+            for stage, actions in groupby(phase, lambda action: action.stage):
                 before: list[Action] = []
                 for action in actions:
-                    with self._branch(number, action, before):
+                    with self._branch(numbers[stage], action, before):
                         finished += super()._perform(((action,),))
                     before.append(action)
             self._recorder.join()
@@ -307,6 +307,19 @@ class CapturedExecutor(LocalExecutor):
         stashed = [sorted(v - stage.updates for v in Versions(stage.stash)) for stage in self.stages if stage.stash]
         ages = [stage.corrected.ages for stage in self.stages if stage.corrected is not None]
         return numbers, stashed, ages, [stage.accumulated for stage in self.stages]
+
+
+def _numbered(tick: Tick) -> dict[int, int]:
+    """A number for every stage, another one for stages of the same phase.
+
+    As few as can be: branches have memory of their own, which the next stage in the same branch uses again.
+    """
+    phases = [{action.stage for action in phase} for phase in tick]
+    numbers: dict[int, int] = {}
+    for stage in sorted(set().union(*phases)):
+        taken = {numbers[other] for phase in phases if stage in phase for other in phase & numbers.keys()}
+        numbers[stage] = next(number for number in count() if number not in taken)
+    return numbers
 
 
 def _kind(x: Any) -> Any:
