@@ -20,12 +20,14 @@ DIVERGED = "diverged"
 KEPT: tuple[str, ...] = ("order", "staleness", "corrections", "parameters", "samples_per_second", "environment")
 KEPT += ("test_accuracy", "test_loss", "best_test_accuracy")
 CURVES = {  # what is kept of every epoch, by petra's name: under which name, and with how many digits
-    "test_accuracy": ("test_accuracies", 5),
-    "test_loss": ("test_losses", 5),
-    "train_loss": ("train_losses", 5),
+    "test_accuracy": ("test_accuracies", 4),
+    "test_loss": ("test_losses", 4),
+    "train_loss": ("train_losses", 4),
     "seconds": ("seconds", 1),
 }
 SIGMA = ("stage", "measurements", "sigma", "lowest_sigma")
+
+COMPACT = (",", ":")
 
 Result = dict[str, Any]
 
@@ -44,7 +46,7 @@ def collect(trials: Iterable[Trial], out: Path, folder: Path) -> dict[str, Resul
             known[trial.name] = found
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / (FILE + ".part")
-    lines = (f"{json.dumps(name)}: {json.dumps(result)}" for name, result in sorted(known.items()))
+    lines = (f"{json.dumps(name)}: {json.dumps(result, separators=COMPACT)}" for name, result in sorted(known.items()))
     part.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     part.replace(folder / FILE)
     return known
