@@ -1,58 +1,18 @@
 """What is trained for which table or figure: named lists of trainings, the most important first.
 
-A training that two plans need has one name and is made once.
+Those of the PETRA paper are here, those of the Features Replay paper in replay.py. A training that two plans need has
+one name and is made once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
-IMAGES_PER_SECOND = 60_000
-"""A guess at what several captured trainings of a RevNet-18 come to together on an H200."""
-COST = {"18": 1.0, "34": 1.9, "50": 3.0}
-"""What a sample costs in networks of these depths, about, in units of RevNet-18."""
-WATCHED_IMAGES_PER_SECOND = 2_000
-"""A guess at the speed of one training under `petra fidelity`, whose ticks are not captured."""
+from replay import replay
+from trials import Trial
 
-SHORT = {"epochs": 30, "warmup_epochs": 2, "drops": "0.5,0.8", "batch_size": 64}
+SHORT: dict[str, Any] = {"epochs": 30, "warmup_epochs": 2, "drops": "0.5,0.8", "batch_size": 64}
 """Thirty epochs without accumulation, for what is about staleness; lr is 0.025 by the paper's rule."""
-SMOKE = {"data": "digits", "width": 4, "epochs": 2, "warmup_epochs": 1, "batch_size": 512, "lr": 0.01}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One training: a name, and options of `petra train` over those of the recipe petra-cifar10."""
-
-    name: str
-    options: dict[str, Any]
-    seed: int = 0
-    command: str = "train"
-
-    @property
-    def group(self) -> str:
-        """The name without the seed: runs of the same group are averaged."""
-        return self.name.rpartition("-s")[0]
-
-    @property
-    def seconds(self) -> float:
-        """A guess at the GPU's time."""
-        images = self.options["epochs"] * 50_000
-        if self.command == "fidelity":
-            return images / WATCHED_IMAGES_PER_SECOND
-        return images * COST[self.options["model"][-2:]] / IMAGES_PER_SECOND
-
-    def arguments(self) -> list[str]:
-        """For the command line of petra, without data, device and folder."""
-        found = [self.command, "--recipe", "petra-cifar10", "--seed", str(self.seed)]
-        for name, value in self.options.items():
-            found += [f"--{name.replace('_', '-')}", str(value)]
-        return found
-
-    def smoke(self) -> Trial:
-        """The same, tiny, on digits."""
-        options = {**self.options, **SMOKE}
-        return replace(self, options={**options, "every": 1} if self.command == "fidelity" else options)
 
 
 def trial(model: str, method: str, seed: int = 0, *, tag: str = "", command: str = "train", **options: Any) -> Trial:
@@ -71,7 +31,7 @@ def trial(model: str, method: str, seed: int = 0, *, tag: str = "", command: str
 
 
 def _table2() -> list[Trial]:
-    hundred = {"epochs": 100}
+    hundred: dict[str, Any] = {"epochs": 100}
     paper = {**hundred, "batch_size": 128, "lr": 0.1, "accumulate": 1}  # of standard backprop
 
     def backprop(model: str, seed: int = 0) -> Trial:
@@ -96,7 +56,7 @@ def _figure4() -> list[Trial]:
     plan = []
     for k in (1, 32, 4, 16, 2, 8):
         for method in ("petra", "backprop"):
-            order = {"order": "lock-step"} if method == "petra" else {}
+            order: dict[str, Any] = {"order": "lock-step"} if method == "petra" else {}
             plan.append(trial("revnet18", method, **order, accumulate=k, epochs=30, tag="figure4"))
     return plan
 
@@ -124,7 +84,7 @@ def _table4() -> list[Trial]:
 
 
 _MAIN = ("", "predict", "predict,spike", "predict,shrink:0.95")
-_OTHERS = ("spike", "shrink:0.95", "shrink:0.9", "shrink:0.8", "reschedule:3910", "discrepancy:0.135")
+_OTHERS: tuple[str, ...] = ("spike", "shrink:0.95", "shrink:0.9", "shrink:0.8", "reschedule:3910", "discrepancy:0.135")
 _OTHERS += ("predict,reschedule:3910", "discrepancy:0.135,reschedule:3910", "predict,shrink:0.8")
 
 
@@ -143,7 +103,12 @@ def _corrections() -> list[Trial]:
 
 
 def _fidelity() -> list[Trial]:
-    watched = {"command": "fidelity", "accumulate": 1, "every": 52, **SHORT}  # 15 times an epoch, as in the paper
+    watched: dict[str, Any] = {
+        "command": "fidelity",
+        "accumulate": 1,
+        "every": 52,
+        **SHORT,
+    }  # 15 times an epoch, as in the paper
     return [
         trial("revnet18", "petra", order="lock-step", **watched),
         trial("revnet18", "petra", order="low-staleness", **watched),
@@ -159,5 +124,6 @@ PLANS: dict[str, list[Trial]] = {
     "table4": _table4(),
     "figure4": _figure4(),
     "fidelity": _fidelity(),
+    "replay": replay(),
 }
 """All plans by name."""

@@ -1,12 +1,15 @@
-"""Tables from results, in Markdown: ours beside the paper's, with what is missing named."""
+"""Tables from results, in Markdown: ours beside the papers', with what is missing or has diverged named."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
+from typing import Any
 
-from plans import PLANS, TABLE_4, Trial
-from results import Result
+from plans import PLANS, TABLE_4
+from replay import paper_says
+from results import DIVERGED, Result, diverged, likeness
+from trials import Trial
 
 PAPER_TABLE_2 = {  # accuracy in % on CIFAR-10 after 300 epochs: backprop on the ResNet, on the RevNet, PETRA
     "18": (95.0, 94.9, 94.9),
@@ -34,24 +37,27 @@ def groups(plan: str) -> dict[str, list[Trial]]:
     return found
 
 
-def values(trials: Sequence[Trial], known: Known, figure: str = "test_accuracy") -> list[float]:
-    """A figure of those trials that are done."""
-    return [known[trial.name][figure] for trial in trials if trial.name in known]
+def values(trials: Sequence[Trial], known: Known, figure: str = "test_accuracy") -> list[Any]:
+    """A figure of those trials that are done and have not diverged."""
+    return [known[trial.name][figure] for trial in trials if trial.name in known and not diverged(trial, known)]
 
 
-def percent(found: Sequence[float]) -> str:
-    """Mean and, of several, standard deviation."""
+def percent(trials: Sequence[Trial], known: Known, figure: str = "test_accuracy") -> str:
+    """Mean and, of several, standard deviation of those that are done, and how many have diverged."""
+    found = values(trials, known, figure)
+    lost = sum(diverged(trial, known) for trial in trials)
+    note = DIVERGED if lost == len(trials) == 1 else f"{lost} {DIVERGED}"
     if not found:
-        return NOT_RUN
+        return note if lost else NOT_RUN
     spread = f" ± {100 * stdev(found):.2f}" if len(found) > 1 else ""
-    return f"{100 * fmean(found):.2f}{spread}"
+    return f"{100 * fmean(found):.2f}{spread}" + (f", {note}" if lost else "")
 
 
 def _cells(trials: Sequence[Trial], known: Known) -> list[str]:
-    best = values(trials, known, "best_after_last_drop")
     loss = values(trials, known, "train_loss")
-    accuracy = values(trials, known)
-    return [percent(accuracy), percent(best), f"{fmean(loss):.4f}" if loss else "", f"{len(accuracy)}/{len(trials)}"]
+    made = sum(trial.name in known for trial in trials)
+    cells = [percent(trials, known, figure) for figure in ("test_accuracy", "best_after_last_drop")]
+    return [*cells, f"{fmean(loss):.4f}" if loss else "", f"{made}/{len(trials)}"]
 
 
 CELLS = ["last epoch, %", "best after the last drop, %", "training loss", "seeds"]
@@ -68,7 +74,9 @@ def chosen(plan: str, model: str, known: Known) -> str | None:
     found = {
         name: fmean(loss)
         for name, trials in groups(plan).items()
-        if name.startswith(f"{model}-petra-lock-step") and (loss := values(trials, known, "train_loss"))
+        if name.startswith(f"{model}-petra-lock-step")
+        and not any(diverged(trial, known) for trial in trials)
+        and (loss := values(trials, known, "train_loss"))
     }
     return min(found, key=found.__getitem__) if found else None
 
@@ -105,7 +113,7 @@ def figure4(known: Known) -> str:
         ]
         means = [values(trials, known, "mean_after_last_drop") for trials in pair]
         gap = f"{100 * (fmean(means[1]) - fmean(means[0])):+.2f}" if all(means) else ""
-        rows.append([str(k), *map(percent, means), gap])
+        rows.append([str(k), *(percent(trials, known, "mean_after_last_drop") for trials in pair), gap])
     return markdown(["k", "backprop, %", "PETRA, %", "difference"], rows)
 
 
@@ -116,7 +124,7 @@ def table4(known: Known) -> str:
         cells = []
         for model, theirs in zip(("revnet18", "revnet34", "revnet50"), paper, strict=True):
             own = [t for t in PLANS["table4"] if (t.options["method"], t.options["model"]) == (method, model)]
-            cells += [percent(values(own, known)), str(theirs)]
+            cells += [percent(own, known), str(theirs)]
         rows.append([delayed, inputs, weights, f"`{method}`", *cells])
     header = ["delayed", "input kept", "weights kept", "method"]
     for depth in (18, 34, 50):
@@ -147,13 +155,67 @@ def fidelity(known: Known) -> str:
         for stage in (1, 4, 8):
             cells = [NOT_RUN] * len(names)
             if trial.name in known:
-                own = [row for row in known[trial.name]["likeness"] if row["stage"] == stage]
+                own = [row for row in likeness(known[trial.name]) if row["stage"] == stage]
                 found = [[row[name] for row in own if row[name] is not None] for name in names]
                 cells = [f"{fmean(v):.3f}" if v else "" for v in found]
-            rows.append([trial.group, str(stage), *cells])
+            rows.append([_named(trial, known), str(stage), *cells])
     header = ["training", "stage", "cos(used, exact)", "cos(delayed, exact)", "cos(used, delayed)"]
     return markdown([*header, "‖used‖/‖exact‖", "‖used‖/‖delayed‖"], rows)
 
 
-TABLES = {f.__name__: f for f in (table2, full, figure4, table4, corrections, fidelity)}
+def _named(trial: Trial, known: Known) -> str:
+    return trial.group + (f" ({DIVERGED})" if diverged(trial, known) else "")
+
+
+def replay(known: Known) -> str:
+    """Table 2 of the Features Replay paper, and σ of its Figure 3 as numbers."""
+    rows = []
+    for trial in PLANS["replay"]:
+        options = trial.options
+        backprop = next((t for t in PLANS["replay"] if _is_backprop(t, options["model"])), trial)
+        cells = _errors(trial, backprop, known)
+        rows.append(
+            [options["model"], options["method"], str(options["stages"]), *cells[:3], paper_says(trial), cells[3]]
+        )
+    header = ["network", "method", "K", "best test error", "last", "against backprop", "paper, best", "epochs"]
+    return markdown(header, rows) + "\n\n" + _sigmas([t for t in PLANS["replay"] if t.watched], known)
+
+
+def _is_backprop(trial: Trial, model: str) -> bool:
+    return bool(trial.options["model"] == model and trial.options["method"] == "backprop")
+
+
+def _errors(trial: Trial, backprop: Trial, known: Known) -> list[str]:
+    """Best and last test error, the best beside that of backprop, and after how many epochs."""
+    if trial.name not in known:
+        return [NOT_RUN, "", "", ""]
+    result = known[trial.name]
+    accuracies = result["test_accuracies"]
+    epochs = f"{len(accuracies)}/{result['config']['epochs']}"
+    best = f"{100 * (1 - max(accuracies)):.2f} %" if accuracies else ""
+    if diverged(trial, known):
+        return [best, DIVERGED, "", f"{epochs}, {DIVERGED}"]
+    reference = values([backprop], known, "test_accuracies")
+    gap = ""
+    if reference and backprop is not trial:
+        gap = f"{100 * (max(reference[0]) - max(accuracies)):+.2f}"
+    return [best, f"{100 * (1 - accuracies[-1]):.2f} %", gap, epochs]
+
+
+def _sigmas(trials: Sequence[Trial], known: Known) -> str:
+    rows = []
+    for trial in trials:
+        own = {row["stage"]: row for row in known.get(trial.name, {}).get("sigma", [])}
+        cells = [_sigma(own.get(module)) for module in range(4)] if trial.name in known else [NOT_RUN] * 4
+        rows.append([_named(trial, known), *cells, str(own[3]["measurements"]) if 3 in own else ""])
+    return markdown(["σ: mean (lowest)", *(f"module {module}" for module in range(4)), "measurements"], rows)
+
+
+def _sigma(row: dict[str, float | None] | None) -> str:
+    if row is None or row["sigma"] is None:
+        return ""
+    return f"{row['sigma']:.3f} ({row['lowest_sigma']:.3f})"
+
+
+TABLES = {f.__name__: f for f in (table2, full, figure4, table4, corrections, fidelity, replay)}
 """The table of each plan."""

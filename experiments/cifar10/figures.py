@@ -9,50 +9,91 @@ from statistics import fmean
 from typing import Any
 
 from plans import PLANS, TABLE_4
+from results import diverged, likeness, records
 from tables import Known, groups, values
+from trials import Trial
+
+from petra.measure.run_figure import Curves, draw_runs
 
 
-def draw(plan: str, known: Known, path: Path) -> bool:
-    """Draw what there is of a plan; False if there is nothing, or nothing to draw with."""
-    if find_spec("matplotlib") is None or not any(trial.name in known for trial in PLANS[plan]):
-        return False
+def draw(plan: str, known: Known, folder: Path) -> list[str]:
+    """Draw what there is of a plan; the names of the files, none if there is nothing, or nothing to draw with."""
+    if find_spec("matplotlib") is None:
+        return []
+    if plan == "replay":
+        return _replay(known, folder)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     wide = plan == "fidelity"
     figure = Figure(figsize=(16, 8) if wide else (8, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    DRAWN[plan](figure, known)
-    figure.savefig(path, dpi=120)
-    return True
+    if not DRAWN[plan](figure, known):
+        return []
+    figure.savefig(folder / f"{plan}.png", dpi=120)
+    return [f"{plan}.png"]
+
+
+def _replay(known: Known, folder: Path) -> list[str]:
+    """Figures 3 and 4 of the Features Replay paper, a file a network."""
+    names = []
+    for model in dict.fromkeys(trial.options["model"] for trial in PLANS["replay"]):
+        own = [t for t in PLANS["replay"] if t.options["model"] == model and t.name in known]
+        curves = [_of_modules(trial, known) for trial in own]
+        if any(run.records for run in curves):
+            names.append(f"replay-{model}.png")
+            draw_runs(curves, folder / names[-1])
+    return names
+
+
+def _of_modules(trial: Trial, known: Known) -> Curves:
+    result = known[trial.name]
+    name = f"{trial.options['method']}, K = {trial.options['stages']}"
+    name += ", diverged" if diverged(trial, known) else ""
+    return Curves(name, records(result), likeness(result) if trial.watched else [])
 
 
 def _curves(plan: str) -> Any:
-    def drawn(figure: Any, known: Known) -> None:
+    def drawn(figure: Any, known: Known) -> bool:
         axis = figure.subplots()
         for place, (name, trials) in enumerate(groups(plan).items()):
-            runs = [known[t.name]["test_accuracies"] for t in trials if t.name in known]
-            if runs:
+            line = "-" if place < 10 else "--"
+            if runs := values(trials, known, "test_accuracies"):
                 means = [100 * fmean(v) for v in zip(*runs, strict=True)]
-                axis.plot(range(1, len(means) + 1), means, "-" if place < 10 else "--", label=name)
+                axis.plot(range(1, len(means) + 1), means, line, color=f"C{place}", label=name)
+            for trial in trials:  # those that diverged end with a cross
+                own = known[trial.name]["test_accuracies"] if diverged(trial, known) else []
+                if own:
+                    axis.plot(range(1, len(own) + 1), [100 * v for v in own], line, color=f"C{place}", lw=0.5)
+                    axis.plot(len(own), 100 * own[-1], "x", color=f"C{place}", label=f"{trial.name}, diverged")
+        if not axis.lines:
+            return False
         axis.legend(fontsize="x-small")
-        axis.set(xlabel="epoch", ylabel="test accuracy, %", ylim=(max(80, axis.get_ylim()[0]), None))
+        lowest, highest = axis.get_ylim()
+        axis.set(xlabel="epoch", ylabel="test accuracy, %", ylim=(max(80, lowest) if highest > 80 else None, None))
+        return True
 
     return drawn
 
 
-def _figure4(figure: Any, known: Known) -> None:
+def _figure4(figure: Any, known: Known) -> bool:
+    if not values(PLANS["figure4"], known):
+        return False
     axis = figure.subplots()
     for method, line in (("petra", "o-"), ("backprop", "s--")):
-        own = [t for t in PLANS["figure4"] if t.options["method"] == method and t.name in known]
-        points = sorted((t.options["accumulate"], 100 * known[t.name]["mean_after_last_drop"]) for t in own)
+        own = [t for t in PLANS["figure4"] if t.options["method"] == method]
+        found = [(t.options["accumulate"], values([t], known, "mean_after_last_drop")) for t in own]
+        points = sorted((k, 100 * v) for k, means in found for v in means)
         axis.plot([k for k, _ in points], [y for _, y in points], line, label=method)
     axis.set_xscale("log", base=2)
     axis.legend()
     axis.set(xlabel="accumulation k", ylabel="test accuracy, %, mean after the last drop")
+    return True
 
 
-def _table4(figure: Any, known: Known) -> None:
+def _table4(figure: Any, known: Known) -> bool:
+    if not (all_of_them := values(PLANS["table4"], known)):
+        return False
     axis = figure.subplots()
     names = ("revnet18", "revnet34", "revnet50")
     for place, method in enumerate(TABLE_4):
@@ -64,11 +105,11 @@ def _table4(figure: Any, known: Known) -> None:
         axis.bar([x for x, _ in points], [y for _, y in points], 0.14, label=method)
     axis.set_xticks(range(3), names)
     axis.legend(fontsize="small")
-    lowest = min(100 * known[t.name]["test_accuracy"] for t in PLANS["table4"] if t.name in known)
-    axis.set(ylabel="test accuracy, %", ylim=(lowest - 1, None))
+    axis.set(ylabel="test accuracy, %", ylim=(100 * min(all_of_them) - 1, None))
+    return True
 
 
-def _corrections(figure: Any, known: Known) -> None:
+def _corrections(figure: Any, known: Known) -> bool:
     axis = figure.subplots()
     found = [(name, 100 * v) for name, t in groups("corrections").items() for v in values(t, known)]
     names = list(dict.fromkeys(name for name, _ in found))
@@ -77,17 +118,20 @@ def _corrections(figure: Any, known: Known) -> None:
     axis.invert_yaxis()
     axis.grid(axis="x")
     axis.set(xlabel="test accuracy, %, a point a seed")
+    return bool(found)
 
 
-def _fidelity(figure: Any, known: Known) -> None:
+def _fidelity(figure: Any, known: Known) -> bool:
     """Above, Figure 5 for PETRA in lock-step; below, Figure 6 at four moments of it."""
-    done = [t for t in PLANS["fidelity"] if t.name in known]
-    rows = known[done[0].name]["likeness"]
+    measured = [(t, rows) for t in PLANS["fidelity"] if t.name in known and (rows := likeness(known[t.name]))]
+    if not measured:
+        return False
+    first, rows = measured[0]
     epochs = sorted({row["epoch"] for row in rows})
     axes = figure.subplots(2, 4)
-    figure.suptitle(done[0].group)
+    figure.suptitle(first.group)
     titles = ("5a cosine(used, delayed)", "5b cosine to exact", "5c ‖used‖/‖delayed‖", "5d norm over exact")
-    pairs = (("cosine_to_delayed", None), ("cosine", "delayed_cosine"))
+    pairs: tuple[tuple[str, str | None], ...] = (("cosine_to_delayed", None), ("cosine", "delayed_cosine"))
     pairs += (("norm_ratio_to_delayed", None), ("norm_ratio", "delayed_norm_ratio"))
     for axis, title, (full, dashed) in zip(axes[0], titles, pairs, strict=True):
         _over_epochs(axis, rows, full, dashed)
@@ -98,6 +142,7 @@ def _fidelity(figure: Any, known: Known) -> None:
         _over_stages(axis, [row for row in rows if row["epoch"] == epoch])
         axis.set(title=f"6 cosines in epoch {epoch}", xlabel="stage", ylim=(None, 1.02))
     axes[1][0].legend(fontsize="small")
+    return True
 
 
 def _over_epochs(axis: Any, rows: Sequence[dict[str, Any]], full: str, dashed: str | None) -> None:
@@ -133,4 +178,4 @@ DRAWN: dict[str, Any] = {
     "corrections": _corrections,
     "fidelity": _fidelity,
 }
-"""What draws each plan."""
+"""What draws each plan of the PETRA paper; False if there is nothing."""

@@ -1,14 +1,15 @@
-"""The experiments of the PETRA paper on CIFAR-10, several trainings at a time on one GPU.
+"""The experiments of the PETRA and Features Replay papers on CIFAR-10, several trainings at a time on one GPU.
 
-    python experiments/petra_cifar10/run.py table2 --data path/to/cifar10 --jobs 6 --limit 500 -- --autocast bf16
-    python experiments/petra_cifar10/run.py --list                      # plans, their trainings and how far they are
-    python experiments/petra_cifar10/run.py table2 --summarise          # table and figure of what is finished
-    python experiments/petra_cifar10/run.py --smoke --jobs 2            # all plans, tiny, on digits and the CPU
+    python experiments/cifar10/run.py table2 --data path/to/cifar10 --jobs 6 --limit 500 -- --autocast bf16
+    python experiments/cifar10/run.py --list                      # plans, their trainings and how far they are
+    python experiments/cifar10/run.py table2 --summarise          # table and figure of what is finished
+    python experiments/cifar10/run.py --smoke --jobs 2            # all plans, tiny, on digits and the CPU
 
 Each training is a `petra train` (or `petra fidelity`) in a folder of its own under --out, to which all that follows --
-is given. One that is finished is not made again, one that was begun goes on from its last checkpoint: give the same
-command until nothing is left. Results go into --results, which is all that has to be kept. The exit code is 0 if all
-trainings are done, 1 if some failed and 3 if some are left. Times of --list are estimates, not measurements.
+is given. One that is finished or has diverged is not made again, one that was begun goes on from its last checkpoint:
+give the same command until nothing is left. Results go into --results, which is all that has to be kept. The exit code
+is 0 if all trainings have come to an end, 1 if some failed and 3 if some are left. Times of --list are estimates, not
+measurements.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import cache
 import figures
 import jobs
 import results
-from plans import PLANS, Trial
+from plans import PLANS
+from replay import EPOCHS, replay
 from tables import TABLES
+from trials import Trial
 
 HERE = Path(__file__).parent
 
@@ -37,12 +40,13 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plans", nargs="*", metavar="PLAN", help=f"any of {', '.join(PLANS)} (default: all)")
     parser.add_argument("--data", help="folder of CIFAR-10; parquet is decoded once, into --out")
-    parser.add_argument("--out", type=Path, default=Path("runs/petra_cifar10"), help="of trainings: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/cifar10"), help="of trainings: %(default)s")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of results, tables and figures")
     parser.add_argument("--jobs", type=int, default=4, help="trainings at a time (default %(default)s)")
     parser.add_argument("--mps", action="store_true", help="share the GPU through CUDA's Multi-Process Service")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop all with a checkpoint after so long")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of trainings, like '*-s0'")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of the plan replay (default %(default)s)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="say what there is to do, and do nothing")
     parser.add_argument("--summarise", action="store_true", help="only make tables and figures")
@@ -52,6 +56,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         if plan not in PLANS:
             parser.error(f"there is no plan {plan!r}: choose from {', '.join(PLANS)}")
     given.plans = given.plans or list(PLANS)
+    PLANS["replay"] = replay(given.epochs)  # the names say how many, so that others are not taken for them
     if given.smoke:
         given.device, given.out = "cpu", given.out.with_name(given.out.name + "_smoke")
         given.results = given.out / "results"
@@ -90,17 +95,19 @@ def show(given: argparse.Namespace, trials: list[Trial]) -> None:
 
 
 def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, results.Result]:
-    """Keep what is finished; write the table and, with matplotlib, the figure of each plan."""
+    """Keep what has come to an end; write the table and, with matplotlib, the figures of each plan."""
     known = results.collect(trials, given.out, given.results)
     for plan in given.plans:
         own = PLANS[plan]
         missing = [t.name for t in own if t.name not in known]
         table = TABLES[plan](known)
+        said = [f"{t.name}: {known[t.name][results.DIVERGED]}" for t in own if results.diverged(t, known)]
+        table += "\n\nDiverged:\n\n- " + "\n- ".join(said) if said else ""
         note = f"\n\nNot run yet: {', '.join(missing)}.\n" if missing else "\n"
         (given.results / f"{plan}.md").write_text(table + note)
-        drawn = figures.draw(plan, known, given.results / f"{plan}.png")
-        where = f"in {given.results}/{plan}.md" + (" and .png" if drawn else "")
-        print(f"\n{plan}: {len(own) - len(missing)} of {len(own)} trainings; {where}\n\n{table}", flush=True)
+        where = ", ".join([f"{plan}.md", *figures.draw(plan, known, given.results)])
+        ended = f"{len(own) - len(missing)} of {len(own)} trainings"
+        print(f"\n{plan}: {ended}; in {given.results}: {where}\n\n{table}", flush=True)
     return known
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -18,11 +19,14 @@ GRACE = 90.0
 """Seconds that a training has for its checkpoint once it is asked to stop."""
 LEAST = 20.0
 """Seconds that have to be left for a training to be begun."""
+LOG = "log.txt"
+DIVERGENCE = re.compile(r"the loss of micro-batch \d+ on stage \d+ is |is not finite after micro-batch \d+")
+"""What petra says when training has gone to where numbers end; its exit code is that of other failures."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command with a folder of its own, in which ``log.txt`` takes what it says."""
+    """A command with a folder of its own, in which a log takes what it says."""
 
     name: str
     command: list[str]
@@ -31,11 +35,12 @@ class Job:
 
 @dataclass
 class Outcome:
-    """Names of the jobs that ended well, that stopped when asked, and that failed, with their last words."""
+    """Names of the jobs that ended well, that stopped when asked, that diverged and that failed, with last words."""
 
-    done: list[str]
-    stopped: list[str]
-    failed: dict[str, str]
+    done: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    diverged: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,7 +55,7 @@ def carry_out(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> 
 
     They are ended with SIGTERM, at which petra writes a checkpoint.
     """
-    waiting, running, outcome = list(jobs), list[_Running](), Outcome([], [], {})
+    waiting, running, outcome = list(jobs), list[_Running](), Outcome()
     end = None if limit is None else time.monotonic() + limit
     asked = False
     with _stop_requests() as requests:
@@ -78,7 +83,7 @@ def carry_out(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> 
 
 def _begin(job: Job) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
-    log = (job.folder / "log.txt").open("ab")
+    log = (job.folder / LOG).open("ab")
     print(f"begin {job.name}", flush=True)
     # In a group of its own, so that Ctrl-C reaches it once: from here.
     process = subprocess.Popen(job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
@@ -90,13 +95,29 @@ def _end(one: _Running, outcome: Outcome, asked: bool) -> None:
     code, name = one.process.returncode, one.job.name
     if code == 0:
         outcome.done.append(name)
+        said = "done"
     elif code == 130 or (asked and code in (-signal.SIGTERM, -signal.SIGKILL)):
         outcome.stopped.append(name)
+        said = "stopped"
+    elif found := divergence(one.job.folder):
+        outcome.diverged[name] = found
+        said = f"diverged: {found}"
     else:
-        lines = (one.job.folder / "log.txt").read_text(errors="replace").strip().splitlines()
-        outcome.failed[name] = lines[-1] if lines else f"exit code {code}"
-    said = "done" if code == 0 else "stopped" if name in outcome.stopped else f"FAILED: {outcome.failed[name]}"
-    print(f"{said}: {name}" if code in (0, 130) else f"{name}: {said}", flush=True)
+        outcome.failed[name] = next(reversed(_last_words(one.job.folder)), f"exit code {code}")
+        said = f"FAILED: {outcome.failed[name]}"
+    print(f"{name}: {said}", flush=True)
+
+
+def divergence(folder: Path) -> str | None:
+    """What a training said that ended because it diverged; None for others."""
+    found = [line for line in _last_words(folder) if DIVERGENCE.search(line)]
+    return found[-1].removeprefix("petra: error: ") if found else None
+
+
+def _last_words(folder: Path) -> list[str]:
+    """A few lines, for libraries may have a word after petra's."""
+    log = folder / LOG
+    return log.read_text(errors="replace").strip().splitlines()[-4:] if log.exists() else []
 
 
 @contextmanager

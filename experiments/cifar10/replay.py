@@ -1,0 +1,52 @@
+"""The trainings of the Features Replay paper: Table 2 and Figure 3 there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trials import Trial
+
+EPOCHS = 60
+"""The paper trains 300."""
+EVERY = 200
+"""Updates between two measurements of σ, of which an epoch has 391."""
+PAPER = {"accumulate": 1, "batch_size": 128, "optimizer": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
+PAPER |= {"schedule": "steps", "warmup_epochs": 0, "drops": "0.5,0.75"}
+"""Section 5.1: the learning rate drops at 150 and 225 of 300 epochs; of fewer epochs, at the same fractions."""
+TABLE_2 = {  # best test error in % on CIFAR-10, by network, method and number of modules
+    ("resnet164-basic", "backprop", 1): "6.40 %",
+    ("resnet164-basic", "ddg", 2): "6.45 %",
+    ("resnet164-basic", "features-replay", 2): "6.03 %",
+    ("resnet164-basic", "dni", 2): "diverges",
+    ("resnet164-basic", "dni", 4): "diverges",
+    ("resnet101-cifar", "backprop", 1): "5.25 %",
+    ("resnet101-cifar", "ddg", 2): "5.35 %",
+    ("resnet101-cifar", "features-replay", 2): "4.97 %",
+}
+
+
+def paper_says(trial: Trial) -> str:
+    """In Table 2."""
+    return TABLE_2.get((trial.options["model"], trial.options["method"], trial.options["stages"]), "")
+
+
+def _trial(epochs: int, model: str, method: str, modules: int, watched: bool = False) -> Trial:
+    options: dict[str, Any] = {"model": model, "method": method, "stages": modules, "epochs": epochs, **PAPER}
+    options |= {"order": "low-staleness"} if method == "petra" else {}
+    words = [model, method, f"K{modules}", f"e{epochs}"]
+    if watched:
+        return Trial("-".join([*words, "watched-s0"]), {**options, "every": EVERY}, 0, "fidelity", None)
+    return Trial("-".join([*words, "s0"]), options, recipe=None)
+
+
+def replay(epochs: int = EPOCHS) -> list[Trial]:
+    """All of them; σ is measured meanwhile where four modules replay, which does not change the weights."""
+    plan = []
+    for model in ("resnet164-basic", "resnet101-cifar"):
+        plan.append(_trial(epochs, model, "backprop", 1))
+        plan.append(_trial(epochs, model, "features-replay", 2))
+        plan.append(_trial(epochs, model, "features-replay", 4, watched=True))
+        plan += [_trial(epochs, model, "ddg", modules) for modules in (2, 4)]
+        if model == "resnet164-basic":
+            plan += [_trial(epochs, model, "dni", modules) for modules in (2, 4)]
+    return plan + [_trial(epochs, "revnet18", method, 4, watched=True) for method in ("petra", "features-replay")]

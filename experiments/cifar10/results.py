@@ -1,0 +1,137 @@
+"""What trainings came to: read from their folders, and kept in one small file that outlasts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from math import ceil, isclose, isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jobs import divergence
+from trials import Trial
+
+from petra.measure.likeness import FIGURES, summarise
+
+FILE = "runs.json"
+DIVERGED = "diverged"
+"""Under this name the result of a training that diverged has what it said."""
+KEPT: tuple[str, ...] = ("order", "staleness", "corrections", "parameters", "samples_per_second", "environment")
+KEPT += ("test_accuracy", "test_loss", "best_test_accuracy")
+CURVES = {  # what is kept of every epoch, by petra's name: under which name, and with how many digits
+    "test_accuracy": ("test_accuracies", 4),
+    "test_loss": ("test_losses", 4),
+    "train_loss": ("train_losses", 4),
+    "seconds": ("seconds", 1),
+}
+SIGMA = ("stage", "measurements", "sigma", "lowest_sigma")
+
+COMPACT = (",", ":")
+
+Result = dict[str, Any]
+
+
+def read(folder: Path) -> dict[str, Result]:
+    """Results of earlier calls, by the names of the trainings."""
+    file = folder / FILE
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def collect(trials: Iterable[Trial], out: Path, folder: Path) -> dict[str, Result]:
+    """Earlier results and those of trainings that have come to an end since, written back into ``folder``."""
+    known = read(folder)
+    for trial in trials:
+        if trial.name not in known and (found := of_run(trial, out / trial.name)) is not None:
+            known[trial.name] = found
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / (FILE + ".part")
+    lines = (f"{json.dumps(name)}: {json.dumps(result, separators=COMPACT)}" for name, result in sorted(known.items()))
+    part.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    part.replace(folder / FILE)
+    return known
+
+
+def of_run(trial: Trial, folder: Path) -> Result | None:
+    """What a training came to that is finished, or has diverged, which is a result too; None for others."""
+    if _finished(trial, folder):
+        summary = json.loads((folder / "summary.json").read_text())
+        lines = _lines(folder / "metrics.jsonl")
+        late = [r["test_accuracy"] for r in lines if isclose(r["lr"], lines[-1]["lr"])]
+        ended = {
+            **{name: summary[name] for name in KEPT},
+            "best_after_last_drop": max(late),
+            "mean_after_last_drop": fmean(late[-10:]),
+            "train_loss": lines[-1]["train_loss"],
+        }
+    elif said := divergence(folder):
+        ended = {DIVERGED: said}
+    else:
+        return None
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("data", None)  # a path of one machine
+    found = {"config": config, **ended, **_epochs(_lines(folder / "metrics.jsonl"))}
+    return found | (_measured(_lines(folder / "fidelity.jsonl")) if trial.watched else {})
+
+
+def _finished(trial: Trial, folder: Path) -> bool:
+    names = ("summary.json", "metrics.jsonl", *(("fidelity.json",) if trial.watched else ()))
+    return all((folder / name).exists() for name in names)
+
+
+def _epochs(records: Sequence[dict[str, Any]]) -> Result:
+    """A number an epoch; None where there is none, as for the loss of an epoch that is shorter than the pipeline."""
+    return {kept: [_rounded(r[name], digits) for r in records] for name, (kept, digits) in CURVES.items()}
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None or not isfinite(value) else round(value, digits)
+
+
+def records(result: Result) -> list[dict[str, Any]]:
+    """What was kept of every epoch, as petra notes it."""
+    columns = {name: result[kept] for name, (kept, _) in CURVES.items()}
+    epochs = zip(*columns.values(), strict=True)
+    return [{"epoch": epoch, **dict(zip(columns, row, strict=True))} for epoch, row in enumerate(epochs, start=1)]
+
+
+def _measured(rows: list[dict[str, Any]]) -> Result:
+    """Means over each epoch of what `petra fidelity` has measured of each stage, and σ over the whole training."""
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    rows = [row for row in rows if row["stage"] != "all"]
+    for row in rows:
+        groups.setdefault((ceil(row["epoch"]), row["stage"]), []).append(row)
+    table = [[epoch, stage, *_means(own)] for (epoch, stage), own in sorted(groups.items())]
+    return {
+        "likeness": {"names": ["epoch", "stage", *FIGURES], "rows": table},  # names in every row would be most of it
+        "sigma": [{name: row[name] for name in SIGMA} for row in summarise(rows)],
+    }
+
+
+def _means(rows: Sequence[dict[str, Any]]) -> list[float | None]:
+    columns = ([row[name] for row in rows if row[name] is not None] for name in FIGURES)
+    return [round(fmean(values), 4) if values else None for values in columns]
+
+
+def likeness(result: Result) -> list[dict[str, Any]]:
+    """What was measured of each stage in each epoch, by the names of the figures."""
+    kept = result["likeness"]
+    return [dict(zip(kept["names"], row, strict=True)) for row in kept["rows"]]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def diverged(trial: Trial, known: dict[str, Result]) -> bool:
+    """Whether a training is known to have diverged."""
+    return DIVERGED in known.get(trial.name, {})
+
+
+def state(trial: Trial, out: Path, known: dict[str, Result]) -> str:
+    """In words: how far a training is."""
+    if trial.name in known:
+        return DIVERGED if diverged(trial, known) else "done"
+    if (out / trial.name / "checkpoint").exists():
+        return f"{len(_lines(out / trial.name / 'metrics.jsonl'))} of {trial.options['epochs']} epochs"
+    return "not begun"

@@ -1,0 +1,58 @@
+"""A training as a command line of petra, and a guess at what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+IMAGES_PER_SECOND = 60_000
+"""A guess at what several captured trainings of a RevNet-18 come to together on an H200."""
+WATCHED_IMAGES_PER_SECOND = 2_000
+"""A guess at the speed of one training of it under `petra fidelity`, whose ticks are not captured."""
+COST = {"revnet18": 1.0, "resnet18": 1.0, "revnet34": 1.9, "resnet34": 1.9, "revnet50": 3.0, "resnet50": 3.0}
+COST |= {"resnet164-basic": 0.68, "resnet101-cifar": 4.5}
+"""What a sample costs, about, in units of RevNet-18. The last two are only operations counted (0.38 and 2.51 billion
+multiplications beside 0.56): a network of many small layers takes longer than that."""
+
+SMOKE = {"data": "digits", "width": 4, "epochs": 2}
+SMOKE_OF_RECIPE = {"warmup_epochs": 1, "batch_size": 512, "lr": 0.01}
+SMOKE_WITHOUT = {"depths": "1,1"}  # those that have a recipe need the layers for their stages
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: a name, and options of `petra train` over those of a recipe, or all of them."""
+
+    name: str
+    options: dict[str, Any]
+    seed: int = 0
+    command: str = "train"
+    recipe: str | None = "petra-cifar10"
+
+    @property
+    def group(self) -> str:
+        """The name without the seed: runs of the same group are averaged."""
+        return self.name.rpartition("-s")[0]
+
+    @property
+    def watched(self) -> bool:
+        """Whether gradients are compared meanwhile."""
+        return self.command == "fidelity"
+
+    @property
+    def seconds(self) -> float:
+        """A guess at the GPU's time."""
+        speed = WATCHED_IMAGES_PER_SECOND if self.watched else IMAGES_PER_SECOND
+        return float(self.options["epochs"] * 50_000 * COST[self.options["model"]] / speed)
+
+    def arguments(self) -> list[str]:
+        """For the command line of petra, without data, device and folder."""
+        found = [self.command, *(["--recipe", self.recipe] if self.recipe else []), "--seed", str(self.seed)]
+        for name, value in self.options.items():
+            found += [f"--{name.replace('_', '-')}", str(value)]
+        return found
+
+    def smoke(self) -> Trial:
+        """The same, tiny, on digits."""
+        options = {**self.options, **SMOKE, **(SMOKE_OF_RECIPE if self.recipe else SMOKE_WITHOUT)}
+        return replace(self, options={**options, "every": 1} if self.watched else options)

@@ -1,0 +1,258 @@
+"""The experiments on CIFAR-10: what is planned, how it is carried out, and tables from given results."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from petra import NonFiniteLoss, models
+from petra.cli.main import main
+from petra.cli.options import add_checkpoint_options, add_run_options, given
+from petra.measure.likeness import FIGURES
+from petra.training.config import RunConfig
+from petra.training.data import load
+from petra.training.data.fingerprint import fingerprint
+from petra.training.data.images import assemble
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "cifar10"))
+import cache
+import figures
+import jobs
+import results
+import tables
+from plans import PLANS
+from replay import replay
+
+ALL = {trial.name: trial for plan in PLANS.values() for trial in plan}
+
+
+def configured(trial):
+    """The configuration that petra makes of a trial's command line."""
+    parser = argparse.ArgumentParser()
+    add_run_options(parser, with_method=True)
+    add_checkpoint_options(parser)
+    parser.add_argument("--every", type=int)
+    options = parser.parse_args([*trial.arguments()[1:], "--data", "digits"])
+    return RunConfig.from_options(options.recipe, given(options))
+
+
+def test_names_stand_for_one_thing_each():
+    assert len(ALL) == len({json.dumps([t.options, t.seed, t.command], sort_keys=True) for t in ALL.values()})
+    for plan in PLANS.values():
+        for trial in plan:
+            assert trial.options == ALL[trial.name].options
+
+
+def test_every_trial_is_a_configuration(monkeypatch):
+    with torch.device("meta"):  # once for all trials
+        outlines = {name: models.create(name) for name in {trial.options["model"] for trial in ALL.values()}}
+    monkeypatch.setattr("petra.training.config._outline", lambda model, options: outlines[model])
+    for trial in ALL.values():
+        if trial.seed == 0:
+            configured(trial).validate()
+
+
+def test_the_paper_s_recipe():
+    by_name = {name: configured(trial) for name, trial in ALL.items()}
+    petra = by_name["revnet18-petra-lock-step-k4-e100-s1"]
+    assert (petra.epochs, petra.batch_size, petra.base_lr, petra.seed, petra.stages) == (100, 64, 0.1, 1, 10)
+    assert (petra.decay, petra.drops, petra.warmup_epochs) == (5e-4, (0.5, 0.75), 5.0)
+    backprop = by_name["resnet18-backprop-k1-e100-s0"]
+    assert (backprop.batch_size, backprop.base_lr, backprop.order) == (128, 0.1, None)
+    short = by_name["revnet18-petra-low-staleness-predict-k1-e30-s0"]
+    assert (short.base_lr, short.drops, short.warmup_epochs) == (0.025, (0.5, 0.8), 2.0)
+    assert short.corrections == ("predict",)
+    assert by_name["revnet50-petra-stashed-lock-step-k1-e30-s0"].stages == 18
+
+
+def test_the_features_replay_paper_s_recipe():
+    assert len(PLANS["replay"]) == 14
+    for trial in PLANS["replay"]:
+        config = configured(trial)
+        assert "--recipe" not in trial.arguments()
+        assert (config.epochs, config.batch_size, config.base_lr, config.beta1) == (60, 128, 0.01, 0.9)
+        assert (config.decay, config.drops, config.warmup_epochs) == (5e-4, (0.5, 0.75), 0.0)
+        assert ("--every" in trial.arguments()) == trial.watched
+    assert not {t.name for t in replay(3)} & set(ALL)  # the names say how many epochs
+    assert {t.options["epochs"] for t in replay(3)} == {3}
+
+
+@pytest.mark.parametrize("plan", ["replay", "fidelity", "table2"])
+def test_a_smoke_of_each_kind_is_a_configuration(plan):
+    config = configured(PLANS[plan][-1].smoke())
+    config.validate()
+    assert (config.epochs, config.model_options["width"]) == (2, 4)
+
+
+def result(accuracy, loss=0.1):
+    figures = {"test_accuracy": accuracy, "best_after_last_drop": accuracy, "mean_after_last_drop": accuracy}
+    return {**figures, "train_loss": loss}
+
+
+def test_table2_chooses_k_on_the_training_loss():
+    known = {
+        "revnet18-backprop-k1-e100-s0": result(0.94),
+        "revnet18-backprop-k1-e100-s1": result(0.95),
+        "revnet18-petra-lock-step-k4-e100-s0": result(0.93, loss=0.02),
+        "revnet18-petra-lock-step-k8-e100-s0": result(0.96, loss=0.03),
+    }
+    rows = {line.split(" | ")[1]: line for line in tables.table2(known).splitlines() if line.startswith("| revnet18")}
+    assert "94.50 ± 0.71" in rows["backprop, batch 128"]
+    assert "-1.50 | 94.9" in rows["PETRA, lock-step, k = 4 (chosen)"]
+    assert "+1.50 | 94.9" in rows["PETRA, lock-step, k = 8"]
+    assert tables.NOT_RUN in rows["PETRA, lock-step, k = 2"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_tables_of_nothing_say_so(plan):
+    assert tables.NOT_RUN in tables.TABLES[plan]({})
+
+
+def replayed(accuracies, **more):
+    return {"config": {"epochs": 60}, "test_accuracies": accuracies, **more}
+
+
+def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
+    sigma = [{"stage": s, "measurements": 9, "sigma": 0.9, "lowest_sigma": 0.5} for s in range(4)]
+    known = {
+        "resnet164-basic-backprop-K1-e60-s0": replayed([0.94, 0.93]),
+        "resnet164-basic-features-replay-K2-e60-s0": replayed([0.9, 0.945]),
+        "resnet164-basic-features-replay-K4-e60-watched-s0": replayed([0.9], sigma=sigma),
+        "resnet164-basic-dni-K2-e60-s0": replayed([0.2], diverged="the loss is nan"),
+        "resnet164-basic-dni-K4-e60-s0": replayed([], diverged="the loss is nan"),
+    }
+    table = tables.replay(known)
+    assert "| resnet164-basic | backprop | 1 | 6.00 % | 7.00 % |  | 6.40 % | 2/60 |" in table
+    assert "| resnet164-basic | features-replay | 2 | 5.50 % | 5.50 % | -0.50 | 6.03 % | 2/60 |" in table
+    assert "| resnet164-basic | dni | 2 | 80.00 % | diverged |  | diverges | 1/60, diverged |" in table
+    assert "| resnet164-basic | dni | 4 |  | diverged |  | diverges | 0/60, diverged |" in table
+    assert f"| resnet164-basic | ddg | 2 | {tables.NOT_RUN} |" in table
+    assert "| resnet164-basic-features-replay-K4-e60-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
+
+
+def test_what_diverged_is_in_no_mean_and_not_hidden():
+    known = {f"revnet18-petra-lock-step-k4-e100-s{s}": result(0.9, loss=0.01) for s in (0, 1)}
+    known["revnet18-petra-lock-step-k8-e100-s0"] = result(0.8, loss=0.02)
+    assert tables.chosen("table2", "revnet18", known) == "revnet18-petra-lock-step-k4-e100"
+    known["revnet18-petra-lock-step-k4-e100-s2"] = {"diverged": "the loss is nan", "test_accuracies": [0.1]}
+    assert tables.chosen("table2", "revnet18", known) == "revnet18-petra-lock-step-k8-e100"
+    assert "90.00 ± 0.00, 1 diverged | 90.00 ± 0.00, 1 diverged | 0.0100 | 3/3" in tables.table2(known)
+    lost = {t.name: {"diverged": "the loss is nan"} for t in PLANS["figure4"]}
+    assert "| 32 | diverged | diverged |  |" in tables.figure4(lost)
+
+
+def run_of(folder, accuracies, rates=None):
+    """A folder as petra leaves it before the end."""
+    folder.mkdir(parents=True)
+    rates = rates or [0.1] * len(accuracies)
+    records = [
+        {"test_accuracy": a, "lr": lr, "train_loss": None, "test_loss": float("nan"), "seconds": 1.26 * i}
+        for i, (a, lr) in enumerate(zip(accuracies, rates, strict=True))
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (folder / "config.json").write_text('{"data": "somewhere", "epochs": 4}')
+
+
+def test_results_are_read_once_and_kept(tmp_path):
+    trial = ALL["revnet18-petra-lock-step-k1-e30-s0"]
+    folder = tmp_path / "out" / trial.name
+    run_of(folder, [0.1, 0.9, 0.5, 0.4], [0.1, 0.1, 0.01, 0.01])
+    assert results.collect([trial], tmp_path / "out", tmp_path / "results") == {}
+    (folder / "summary.json").write_text(json.dumps(dict.fromkeys(results.KEPT, 1)))
+    found = results.collect([trial], tmp_path / "out", tmp_path / "results")[trial.name]
+    assert found["config"] == {"epochs": 4}
+    assert found["best_after_last_drop"] == 0.5
+    assert found["mean_after_last_drop"] == pytest.approx(0.45)
+    nothing = {"test_loss": None, "train_loss": None}
+    assert results.records(found)[1] == {"epoch": 2, "test_accuracy": 0.9, **nothing, "seconds": 1.3}
+    assert results.collect([trial], tmp_path / "elsewhere", tmp_path / "results")[trial.name] == found
+
+
+def measurement(epoch, stage, sigma):
+    return {"epoch": epoch, "stage": stage, **dict.fromkeys(FIGURES, 0.5), "sigma": sigma}
+
+
+def test_a_training_that_diverged_is_a_result(tmp_path):
+    trial = ALL["revnet18-petra-K4-e60-watched-s0"]
+    folder = tmp_path / "out" / trial.name
+    run_of(folder, [0.3, 0.2])
+    rows = [measurement(0.5, 0, 1.0), measurement(1.0, 0, 0.5), measurement(1.5, 0, None), measurement(0.5, "all", 9.0)]
+    (folder / "fidelity.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / jobs.LOG).write_text("petra: stopped in epoch 1\n")
+    assert results.collect([trial], tmp_path / "out", tmp_path / "results") == {}
+    said = str(NonFiniteLoss("the loss of micro-batch 7 on stage 3 is nan: look for it"))
+    (folder / jobs.LOG).write_text(f"petra: stopped in epoch 1\npetra: error: {said}\n")
+    known = results.collect([trial], tmp_path / "out", tmp_path / "results")
+    assert known[trial.name]["diverged"] == said
+    assert known[trial.name]["test_accuracies"] == [0.3, 0.2]
+    assert known[trial.name]["sigma"] == [{"stage": 0, "measurements": 3, "sigma": 0.75, "lowest_sigma": 0.5}]
+    kept = results.likeness(known[trial.name])
+    assert [(row["epoch"], row["stage"], row["sigma"]) for row in kept] == [(1, 0, 0.75), (2, 0, None)]
+    assert results.state(trial, tmp_path / "out", known) == "diverged"
+    assert results.collect([trial], tmp_path / "elsewhere", tmp_path / "results") == known
+
+
+def test_what_petra_says_of_divergence_is_known(tmp_path, capfd):
+    (tmp_path / "run").mkdir()
+    small = ["--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "synthetic:3x8x8:4", "--epochs", "1"]
+    small += ["--batch-size", "64", "--warmup-epochs", "0", "--threads", "1", "--device", "cpu", "--quiet"]
+    assert main(["train", *small, "--lr", "1e30", "--out", str(tmp_path / "run")]) == 1
+    (tmp_path / "run" / jobs.LOG).write_text(capfd.readouterr().err)
+    assert jobs.divergence(tmp_path / "run").startswith("the loss of micro-batch")
+    weights = "petra: error: 3.f.0.weight is not finite after micro-batch 7: lower the learning rate"
+    (tmp_path / "run" / jobs.LOG).write_text(weights)
+    assert "3.f.0.weight" in jobs.divergence(tmp_path / "run")
+    (tmp_path / "run" / jobs.LOG).write_text("petra: error: OutOfMemoryError: CUDA out of memory")
+    assert jobs.divergence(tmp_path / "run") is None
+
+
+def test_a_figure_for_each_network_from_what_was_kept(tmp_path):
+    pytest.importorskip("matplotlib")
+    curves = {"test_accuracies": [0.1, 0.2], "test_losses": [2.0, 1.0], "train_losses": [None, 1.0], "seconds": [1, 2]}
+    likeness = {"names": ["epoch", "stage", "sigma"], "rows": [[1, 0, 0.9], [2, 0, None]]}
+    known = {
+        "resnet164-basic-backprop-K1-e60-s0": curves,
+        "revnet18-petra-K4-e60-watched-s0": {**curves, "likeness": likeness, "diverged": "so"},
+        "revnet18-backprop-k1-e100-s0": {**curves, "diverged": "so"},
+    }
+    assert figures.draw("replay", known, tmp_path) == ["replay-resnet164-basic.png", "replay-revnet18.png"]
+    assert figures.draw("table2", known, tmp_path) == ["table2.png"]
+    for plan in ("full", "figure4", "table4", "corrections", "fidelity"):
+        assert figures.draw(plan, known, tmp_path) == []
+
+
+def test_images_are_the_same_decoded(tmp_path):
+    images, labels = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8), torch.arange(10)
+    data = assemble("cifar", (images, labels), (images[:4], labels[:4]), num_classes=10, crop_padding=4, flip=True)
+    cache.write(data, tmp_path / cache.NAME)
+    again = load(str(tmp_path / cache.NAME))
+    assert fingerprint(again) == fingerprint(data)
+    assert (again.crop_padding, again.flip, again.mean, again.std) == (4, True, data.mean, data.std)
+
+
+def job(tmp_path, name, code):
+    return jobs.Job(name, [sys.executable, "-S", "-c", code], tmp_path / name)
+
+
+def test_jobs_end_well_or_badly_or_are_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "LEAST", 0.0)
+    stops = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *a: sys.exit(130))\ntime.sleep(60)"
+    todo = [job(tmp_path, "good", ""), job(tmp_path, "bad", "print('said this')\nraise SystemExit(2)")]
+    todo += [job(tmp_path, f"long{i}", stops) for i in range(3)]
+    began = time.monotonic()
+    outcome = jobs.carry_out(todo, at_once=2, limit=1.5)
+    assert time.monotonic() - began < 30
+    assert outcome.done == ["good"]
+    assert outcome.failed == {"bad": "said this"}
+    assert sorted(outcome.stopped) == ["long0", "long1"]  # the third was never begun
+    assert not (tmp_path / "long2").exists()
+
+
+def test_a_job_that_diverged_has_not_failed(tmp_path):
+    said = "x is not finite after micro-batch 3: so"
+    outcome = jobs.carry_out([job(tmp_path, "lost", f"print('{said}')\nraise SystemExit(1)")], at_once=1)
+    assert outcome == jobs.Outcome(diverged={"lost": said})
