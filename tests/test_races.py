@@ -8,7 +8,8 @@ from torch import nn
 from trainers import make
 
 from petra.execution import CapturedExecutor
-from petra.schedule import Kind, LockedForward
+from petra.execution.captured import _numbered
+from petra.schedule import Kind, LockedForward, Sequential, lock_step, low_staleness
 
 ORDERS = ["lock-step", "low-staleness", "locked-forward"]
 
@@ -275,3 +276,14 @@ def test_a_graph_goes_back_where_it_was_made():
     assert found(lambda recorder: work(recorder, 1)) == [
         f"{n} of a graph from lane 0 goes back in lane 1" for n in names
     ]
+
+
+@pytest.mark.parametrize("order", [lock_step, low_staleness, LockedForward, Sequential])
+@pytest.mark.parametrize("stages", [1, 2, 5, 10])
+def test_stages_of_a_phase_have_branches_of_their_own(order, stages):
+    tick = order(stages).tick(40, 41)
+    phases = [{action.stage for action in phase} for phase in tick]
+    numbers = _numbered(tick, 100)
+    assert all(len({numbers[s] for s in phase}) == len(phase) for phase in phases)
+    assert len(set(numbers.values())) == max(map(len, phases))
+    assert set(_numbered(tick, 2).values()) <= {0, 1}

@@ -8,7 +8,7 @@ from networks import batches, mixed_network, reversible_network
 from rank_worker import fingerprint
 from replicas import train_replicas
 from torch import nn
-from trainers import make
+from trainers import make, same_weights
 
 from petra import Network
 from petra.execution import run_together
@@ -72,6 +72,30 @@ def test_bf16_messages_change_the_result_a_little():
     plain, rounded = (train(stages=4, message_dtype=dtype)[1] for dtype in (None, torch.bfloat16))
     assert plain != rounded
     assert max(abs(plain[m] - rounded[m]) for m in plain) < 0.5
+
+
+@pytest.mark.parametrize("method", ["petra", "checkpointed", "delayed"])
+def test_inputs_are_kept_as_they_came(method):
+    def trained(dtype):
+        torch.manual_seed(0)
+        trainer = make(mixed_network(), method=method, stages=6, message_dtype=dtype)
+        for x, y in batches(12):
+            trainer.step(x, y)
+        stages = trainer.stages[1:]
+        kept = [x for stage in stages for k in stage.kept.values() for s in k.inputs for x in s if 0 not in x.stride()]
+        return trainer, kept
+
+    trainer, kept = trained(torch.bfloat16)
+    assert kept
+    assert {x.dtype for x in kept} == {torch.bfloat16}
+    for stage in trainer.stages:  # as if they had been kept as the layers read them
+        for k in stage.kept.values():
+            k.inputs = [stage._unpacked(streams) for streams in k.inputs]
+    trainer.drain()
+    twin, _ = trained(torch.bfloat16)
+    twin.drain()
+    assert same_weights(trainer.network, twin.network)
+    assert {x.dtype for x in trained(None)[1]} == {torch.float32}
 
 
 def test_bf16_messages_are_for_float32_networks():

@@ -34,6 +34,9 @@ from petra.schedule import Action, Kind, Order, Tick
 _LATE = 8
 """Ticks after which the host looks at a loss, and how far it runs ahead of the device at most."""
 
+_ENOUGH = 2**25
+"""Elements in the streams of stages that are at work side by side; more of them only take more memory."""
+
 
 class CapturedExecutor(LocalExecutor):
     """A `LocalExecutor` that records and replays ticks where it can; `refusal` says why, where it cannot."""
@@ -253,7 +256,7 @@ class CapturedExecutor(LocalExecutor):
         if not self._recording:
             return super()._perform(tick)
         finished = []
-        numbers = _numbered(tick)
+        numbers = _numbered(tick, self._side_by_side())
         for phase in tick:
             for stage, actions in groupby(phase, lambda action: action.stage):
                 before: list[Action] = []
@@ -264,6 +267,11 @@ class CapturedExecutor(LocalExecutor):
             self._recorder.join()
             self._held.clear()
         return finished
+
+    def _side_by_side(self) -> int:
+        """How many stages are to be at work beside each other: large micro-batches fill the device with fewer."""
+        sizes = [x.numel() for waiting in self.ups for streams in waiting.values() for x in streams]
+        return max(1, _ENOUGH // max(sizes, default=1))
 
     def _branch(self, number: int, action: Action, before: Sequence[Action]) -> AbstractContextManager[None]:
         """A stage goes backward beside its forward if that is of another micro-batch, and updates after both."""
@@ -309,8 +317,8 @@ class CapturedExecutor(LocalExecutor):
         return numbers, stashed, ages, [stage.accumulated for stage in self.stages]
 
 
-def _numbered(tick: Tick) -> dict[int, int]:
-    """A number for every stage, another one for stages of the same phase.
+def _numbered(tick: Tick, most: int) -> dict[int, int]:
+    """A number for every stage, another one for stages of the same phase as long as there are less than ``most``.
 
     As few as can be: branches have memory of their own, which the next stage in the same branch uses again.
     """
@@ -319,7 +327,7 @@ def _numbered(tick: Tick) -> dict[int, int]:
     for stage in sorted(set().union(*phases)):
         taken = {numbers[other] for phase in phases if stage in phase for other in phase & numbers.keys()}
         numbers[stage] = next(number for number in count() if number not in taken)
-    return numbers
+    return {stage: number % most for stage, number in numbers.items()}
 
 
 def _kind(x: Any) -> Any:

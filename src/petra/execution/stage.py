@@ -107,12 +107,16 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Streams) -> Streams:
         """Outputs of the stage; what its backward will need is kept."""
-        inputs = self._unpacked(inputs)
+        packed, inputs = inputs, self._unpacked(inputs)
         delay, weights = 0, None
         if self.corrected is not None:
             delay, weights = self.corrected.before_forward(microbatch, self.accumulated)
         with self.chain.using(weights):
-            outputs, self.kept[microbatch] = self.method.forward(self.chain, microbatch, inputs, self.last)
+            outputs, kept = self.method.forward(self.chain, microbatch, inputs, self.last)
+        if packed is not inputs:  # the stage's own inputs are kept as they came
+            came = {id(x): p for x, p in zip(inputs, packed, strict=True)}
+            kept.inputs = [tuple(came.get(id(x), x) for x in streams) for streams in kept.inputs]
+        self.kept[microbatch] = kept
         if self.stash is not None:
             self.stash.keep(microbatch, delay, weights)
         outputs = tuple(dense(y) for y in outputs)
@@ -141,6 +145,7 @@ class Stage:
             streams = None if message.streams is None else self._unpacked(message.streams)
             message = BackwardMessage(streams, self._unpacked(message.gradients))
         kept = self.kept.pop(microbatch)
+        kept.inputs = [self._unpacked(streams) for streams in kept.inputs]
         if self.stash is not None:
             kept.weights = self.stash.take(microbatch)
         weights = None if self.corrected is None else self.corrected.before_backward(microbatch)
