@@ -2,18 +2,21 @@
 
 import copy
 import gc
+import weakref
 from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from networks import batches, mixed_network, reversible_network
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
-from trainers import make
+from trainers import make, same_weights
 
 from petra import METHODS, Network
-from petra.measure import at_rest, nbytes
+from petra.measure import Activations, MemoryProbe, at_rest, nbytes
 from petra.reversible.streams import storage_id
 
 
@@ -37,6 +40,87 @@ def test_what_stages_hold_is_all_that_lives(method):
     held += [t for stage in range(4) for t in trainer.executor.messages(stage)]
     ours = {storage_id(x) for x, _ in data} | {storage._cdata for storage in before}
     assert allocated(prof) == nbytes(t for t in held if storage_id(t) not in ours)
+
+
+def equal_layers(method, layers, stages, width=8):
+    """A trainer with full histories on layers that save their input and their output, which is the next one's input."""
+    network = Network(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for _ in range(layers)))
+    # A loss that saves nothing but the outputs, with a gradient of their size.
+    trainer = make(network, method=method, stages=stages, loss=lambda outputs, targets: (outputs * outputs).sum())
+    for _ in range(stages + 1):
+        trainer.step(torch.randn(3, width), None)
+    return trainer
+
+
+@given(st.data())
+@settings(max_examples=10, deadline=None)
+def test_the_peak_of_backprop_is_the_whole_graph_and_one_gradient(data):
+    """However the layers are cut: the data, what every layer gives, and the gradient that the loss sends down."""
+    layers = data.draw(st.integers(1, 12))
+    trainer = equal_layers("backprop", layers, data.draw(st.integers(1, layers)))
+    with MemoryProbe(trainer.executor) as probe:
+        trainer.step(torch.randn(3, 8), None)
+    assert probe.activation_peak == (layers + 2) * 3 * 8 * 4
+
+
+def test_weights_of_synthesizers_are_no_activations():
+    """They grow with the square of the width, activations with the width."""
+    peaks = []
+    for width in (8, 16, 32):
+        trainer = equal_layers("dni", 6, 3, width)
+        with MemoryProbe(trainer.executor) as probe:
+            trainer.step(torch.randn(3, width), None)
+        peaks.append(probe.activation_peak)
+    assert peaks[2] - peaks[1] == 2 * (peaks[1] - peaks[0])
+
+
+def test_weights_that_a_correction_puts_in_place_are_no_activations():
+    peaks = []
+    for corrections in ([], ["discrepancy"]):
+        trainer = make(mixed_network(), stages=4, corrections=corrections)
+        for x, y in batches(20):
+            trainer.step(x, y)
+        with MemoryProbe(trainer.executor) as probe:
+            trainer.step(x.clone(), y)
+        peaks.append(probe.activation_peak)
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_the_probe_shows_what_activations_counts_and_changes_nothing(method):
+    """Of all stages together and of each, in every tick; and never less than before the tick."""
+    network = mixed_network()
+    networks = network, copy.deepcopy(network), copy.deepcopy(network)
+    probed, counted, alone = (make(n, method=method, stages=4, accumulate=2) for n in networks)
+    peak = 0
+    for x, y in batches(12):
+        with MemoryProbe(probed.executor) as probe:
+            probed.step(x, y)
+        with Activations(counted.executor) as found:
+            counted.step(x, y)
+        alone.step(x, y)
+        assert probe.activation_peak == found.together
+        assert [row.activations for row in probe.stages] == [found.stages[i] for i in range(4)]
+        peak = max(peak, found.together)
+        assert all(row.graph >= rest.graph for row, rest in zip(probe.stages, probe.rest, strict=True))
+    assert peak > 0
+    assert same_weights(probed.network, alone.network)
+
+
+def test_a_probe_keeps_nothing_alive():
+    """What graphs hold goes when they go, also while it watches."""
+    trainer = equal_layers("backprop", 4, 2)
+    gone = []
+
+    def observe(tick, action, stage):
+        for kept in stage.kept.values():
+            gone.extend(weakref.ref(y) for y in kept.tape.outputs)
+
+    trainer.executor.observers.append(observe)
+    with MemoryProbe(trainer.executor):
+        trainer.step(torch.randn(3, 8), None)
+        assert len(gone) == 2
+        assert not any(ref() is not None for ref in gone)
 
 
 @pytest.mark.parametrize("order", ["lock-step", "low-staleness"])

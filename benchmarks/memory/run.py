@@ -88,7 +88,7 @@ def table_3() -> list[dict]:
 
 
 def held_against_reality() -> list[dict]:
-    """Accounting and measurement of the same small run; they differ by nothing but the scalar of the loss."""
+    """Accounting and measurement of the same small run."""
     rows = []
     for method in TABLE_3:
         sizes = {"model": "revnet50", "method": method, "batch": 2, "size": 32, "width": 8, "stem": "imagenet"}

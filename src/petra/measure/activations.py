@@ -12,12 +12,23 @@ import torch
 from torch import Tensor
 
 from petra.execution import LocalExecutor, Stage
-from petra.methods.chain import Tape
 from petra.reversible.streams import storage_id
 from petra.schedule import Action
 
 Storages = dict[int, int]
 """The bytes of each storage, by its identity."""
+
+
+def storages(tensors: Iterable[Tensor]) -> Storages:
+    """The memory that the tensors lie in."""
+    return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+
+
+def fixed(stage: Stage) -> list[Tensor]:
+    """What is no activation, though a graph may point to it: whatever learns, and older weights."""
+    copies = stage.stash.copies.values() if stage.stash is not None else ()
+    learning = stage.synthesizer.tensors() if stage.synthesizer is not None else []
+    return [*stage.trained(), *chain.from_iterable(copies), *learning]
 
 
 class Activations(AbstractContextManager["Activations"]):
@@ -26,7 +37,8 @@ class Activations(AbstractContextManager["Activations"]):
     Activations of a stage are the inputs that it keeps, the messages that wait for it, the gradient at its own outputs
     (of the loss, or predicted), the graphs that it keeps, and whatever autograd saves while it is at work, each piece
     of memory once. Weights, their gradients, stashed weights, optimizers and the weights of synthesizers are not among
-    them, nor is what lives within one operation only. A message that is taken counts until the action is over.
+    them, nor is what lives within one operation only. A message that is taken counts until the action is over; one
+    from another rank that is used in the tick in which it comes, as far as it is saved or kept.
     """
 
     def __init__(self, executor: LocalExecutor) -> None:
@@ -35,9 +47,10 @@ class Activations(AbstractContextManager["Activations"]):
         """The most bytes that each stage has had at one moment. Summed, they are what as many devices need."""
         self.together = 0
         """The most bytes that all of them have had at one moment, memory that they share counted once."""
+        self._parameters = {stage.index: stage.parameters for stage in executor.stages}
         self._saved: dict[int, Counter[int]] = {}  # stage -> storage -> live tensors in it that autograd has saved
         self._bytes: Storages = {}  # of storages in _saved
-        self._graphs: dict[tuple[int, int], tuple[Tape, Storages]] = {}
+        self._graphs: dict[tuple[int, int], Storages] = {}  # by stage and micro-batch
         self._stack = ExitStack()
 
     def __enter__(self) -> Activations:
@@ -59,21 +72,23 @@ class Activations(AbstractContextManager["Activations"]):
         """Look at what is held between two actions, and count it together with what is saved."""
         self._fixed: set[int] = set()
         held: dict[int, Storages] = {}
+        graphs: dict[tuple[int, int], Storages] = {}
         for stage in self.executor.stages:
-            copies = stage.stash.copies.values() if stage.stash is not None else ()
-            learning = stage.synthesizer.tensors() if stage.synthesizer is not None else []
-            self._fixed |= {storage_id(t) for t in (*stage.trained(), *chain.from_iterable(copies), *learning)}
+            self._fixed |= storages(fixed(stage)).keys()
             inputs = [x for kept in stage.kept.values() for streams in kept.inputs for x in streams]
-            own = _storages([*inputs, *self.executor.messages(stage.index), *stage.waiting()])
+            own = storages([*inputs, *self.executor.messages(stage.index), *stage.waiting()])
             for microbatch, kept in stage.kept.items():
                 if kept.tape is not None:
-                    own |= self._graph(stage.index, microbatch, kept.tape)
+                    key = stage.index, microbatch
+                    # Looked at once, for graphs do not change.
+                    graphs[key] = self._graphs[key] if key in self._graphs else storages(kept.tape.tensors())
+                    own |= graphs[key]
             held[stage.index] = own
-        self._held = held
+        self._held, self._graphs = held, graphs
         self._everything = Counter[int]()
         self._now = Counter[int]()
-        for index, storages in held.items():
-            live = storages | {key: self._bytes[key] for key in self._saved.get(index, ())}
+        for index, own in held.items():
+            live = own | {key: self._bytes[key] for key in self._saved.get(index, ())}
             live = {key: size for key, size in live.items() if key not in self._fixed}
             self._now[index] = sum(live.values())
             self._everything.update(live.keys())
@@ -81,20 +96,14 @@ class Activations(AbstractContextManager["Activations"]):
         self._total = sum(self._bytes[key] for key in self._everything)
         self._note()
 
-    def _graph(self, stage: int, microbatch: int, tape: Tape) -> Storages:
-        """What a kept graph holds; looked at once, for graphs do not change."""
-        known = self._graphs.get((stage, microbatch))
-        if known is None or known[0] is not tape:
-            self._graphs[stage, microbatch] = known = tape, _storages(tape.tensors())
-        return known[1]
-
     def _note(self) -> None:
         self.stages |= self._now
         self.together = max(self.together, self._total)
 
     def _pack(self, tensor: Tensor) -> _Saved:
         key, stage = storage_id(tensor), self.executor.acting
-        if stage is None or key in self._fixed:
+        # Corrections give parameters other values for a while, which are weights nevertheless.
+        if stage is None or key in self._fixed or key in map(storage_id, self._parameters[stage]):
             return _Saved(tensor, None)
         saved = self._saved.setdefault(stage, Counter())
         saved[key] += 1
@@ -120,10 +129,6 @@ class Activations(AbstractContextManager["Activations"]):
         self._everything[key] += sign
         if (before > 0) != (self._everything[key] > 0):
             self._total += sign * self._bytes[key]
-
-
-def _storages(tensors: Iterable[Tensor]) -> Storages:
-    return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
 
 
 class _Saved:

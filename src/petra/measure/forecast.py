@@ -13,7 +13,7 @@ from petra.execution import LocalExecutor, Rehearsal, Stage
 from petra.execution.envelope import Template
 from petra.execution.templates import as_message, shapes_of
 from petra.measure.memory import MemoryProbe, StageMemory
-from petra.methods import Chain, Method, Settings
+from petra.methods import BackwardMessage, Chain, Method, Settings
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Order
 
@@ -59,6 +59,7 @@ class Forecast:
             self._tick(executor)
         peaks: list[StageMemory] = []
         for _ in range(order.accumulate):
+            executor.take_in()
             with MemoryProbe(executor) as probe:
                 self._tick(executor)
             both = zip(peaks or probe.stages, probe.stages, strict=True)
@@ -93,11 +94,22 @@ class Forecast:
 
 
 class _OneRank(LocalExecutor):
-    """Consecutive stages whose neighbours only send, what the schedule has them send."""
+    """Consecutive stages whose neighbours only send, what the schedule has them send.
+
+    As on a rank, a message is on its way until it is used, or taken in between ticks.
+    """
 
     def __init__(self, stages: Sequence[Stage], order: Order, up: Template, down: Template) -> None:
         super().__init__(stages, order)
         self._up, self._down = up, down
+        self._arriving_up: dict[int, Streams] = {}  # for the lowest stage
+        self._arriving_down: dict[int, BackwardMessage] = {}  # for the highest
+
+    def take_in(self) -> None:
+        """What has arrived waits from now on."""
+        self.ups[self.stages[0].index] |= self._arriving_up
+        self.downs[self.stages[-1].index] |= self._arriving_down
+        self._arriving_up, self._arriving_down = {}, {}
 
     def _read(self, inputs: Streams, targets: Any, weight: float) -> None:
         if self.stages[0].index == 0:
@@ -109,9 +121,19 @@ class _OneRank(LocalExecutor):
         lowest, highest = self.stages[0], self.stages[-1]
         microbatch = self._start + action.microbatch
         if action.kind is Kind.FORWARD and action.stage + 1 == lowest.index:
-            self.ups[lowest.index][microbatch] = tuple(x for x in _fresh(self._up) if x is not None)
+            self._arriving_up[microbatch] = tuple(x for x in _fresh(self._up) if x is not None)
         elif action.kind is Kind.BACKWARD and action.stage - 1 == highest.index:
-            self.downs[highest.index][microbatch] = as_message(_fresh(self._down), highest.needs_outputs)
+            self._arriving_down[microbatch] = as_message(_fresh(self._down), highest.needs_outputs)
+
+    def _take_up(self, stage: int, microbatch: int) -> Streams:
+        if stage == self.stages[0].index and microbatch in self._arriving_up:
+            return self._arriving_up.pop(microbatch)
+        return super()._take_up(stage, microbatch)
+
+    def _take_down(self, stage: int, microbatch: int) -> BackwardMessage:
+        if stage == self.stages[-1].index and microbatch in self._arriving_down:
+            return self._arriving_down.pop(microbatch)
+        return super()._take_down(stage, microbatch)
 
     def _send_up(self, action: Action, streams: Streams) -> None:
         if action.stage + 1 in self._owned:
