@@ -20,7 +20,7 @@ demo: setup
 	$(BIN)/petra compare --recipe digits --methods reversible petra --out runs/demo --overwrite
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from petra.execution.allocation import _OWN_SETTINGS
+from petra.execution import allocation
 
 COUNT = """
-import ctypes, resource, sys
-from petra.execution.allocation import keep_freed_memory
+import ctypes, resource, runpy, sys
+keep_freed_memory = runpy.run_path(sys.argv[2])["keep_freed_memory"]  # without the time that torch takes
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
@@ -30,8 +30,8 @@ print(pages() - before)
 
 
 def run(what, **environment):
-    clean = {name: value for name, value in os.environ.items() if name not in _OWN_SETTINGS}
-    command = [sys.executable, "-c", COUNT, what]
+    clean = {name: value for name, value in os.environ.items() if name not in allocation._OWN_SETTINGS}
+    command = [sys.executable, "-c", COUNT, what, allocation.__file__]
     found = subprocess.run(
         command, env={**clean, **environment}, capture_output=True, text=True, timeout=120, check=True
     )
