@@ -70,6 +70,17 @@ def test_other_pipelines_have_no_race(options):
     assert record(**options).races == []
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("method", ["petra", "checkpointed", "features-replay"])
+def test_stages_that_share_a_branch_have_no_race(method, order, accumulate, monkeypatch):
+    monkeypatch.setattr("petra.execution.captured._ENOUGH", 1)
+    options = {} if method == "features-replay" else {"order": order}
+    recorder = record(method=method, accumulate=accumulate, **options)
+    assert recorder.races == []
+    assert recorder.lanes == {0, 1}
+
+
 class Hasty(RaceRecorder):
     def after(self, number, other):
         pass

@@ -258,7 +258,11 @@ class CapturedExecutor(LocalExecutor):
         finished = []
         numbers = _numbered(tick, self._side_by_side())
         for phase in tick:
+            begun: set[int] = set()
             for stage, actions in groupby(phase, lambda action: action.stage):
+                if numbers[stage] in begun:
+                    self._meet(numbers[stage])
+                begun.add(numbers[stage])
                 before: list[Action] = []
                 for action in actions:
                     with self._branch(numbers[stage], action, before):
@@ -272,6 +276,12 @@ class CapturedExecutor(LocalExecutor):
         """How many stages are to be at work beside each other: large micro-batches fill the device with fewer."""
         sizes = [x.numel() for waiting in self.ups for streams in waiting.values() for x in streams]
         return max(1, _ENOUGH // max(sizes, default=1))
+
+    def _meet(self, number: int) -> None:
+        """What a stage has done, forward and backward, comes before the next one's work; it may use its memory."""
+        main, side = 2 * number, 2 * number + 1
+        self._recorder.after(main, side)
+        self._recorder.after(side, main)
 
     def _branch(self, number: int, action: Action, before: Sequence[Action]) -> AbstractContextManager[None]:
         """A stage goes backward beside its forward if that is of another micro-batch, and updates after both."""
