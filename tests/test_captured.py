@@ -94,10 +94,8 @@ def test_methods_without_a_pipeline(method, accumulate):
     assert trainers[1].executor.replayed >= 17 - 4 * accumulate - 4 * (method == "features-replay")
 
 
-@pytest.mark.parametrize("order", ["lock-step", "low-staleness", (7, 4, 2, 0)], ids=str)
-@pytest.mark.parametrize("method", ["delayed", "petra-stashed"])
-def test_stashed_weights(method, order):
-    trainers = pair(method=method, order=order)
+def assert_same_to_the_end(trainers):
+    """After each of thirty ticks, and when the pipeline is empty."""
     for x, y in data(30):
         step(trainers, x, y)
         assert_same(*trainers)
@@ -105,6 +103,13 @@ def test_stashed_weights(method, order):
         trainer.drain()
     assert_same(*trainers)
     assert trainers[1].executor.replayed > 5
+
+
+@pytest.mark.parametrize("order", ["lock-step", "low-staleness", (7, 4, 2, 0)], ids=str)
+@pytest.mark.parametrize("method", ["delayed", "petra-stashed"])
+def test_stashed_weights(method, order):
+    trainers = pair(method=method, order=order)
+    assert_same_to_the_end(trainers)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -115,13 +120,7 @@ def test_stashed_weights(method, order):
 )
 def test_corrections(corrections, accumulate):
     trainers = pair(corrections=corrections, accumulate=accumulate, order="lock-step")
-    for x, y in data(30):
-        step(trainers, x, y)
-        assert_same(*trainers)
-    for trainer in trainers:
-        trainer.drain()
-    assert_same(*trainers)
-    assert trainers[1].executor.replayed > 5
+    assert_same_to_the_end(trainers)
 
 
 def test_around_replayed_ticks_everything_goes_on():

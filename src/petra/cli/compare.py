@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from petra import methods
-from petra.cli.options import add_run_options, given, refuse_capture, set_up_device
+from petra.cli.options import add_run_options, given, refuse_capture, reporting, set_up_device
 from petra.cli.plot import read
 from petra.measure.run_figure import check_plots, draw_runs
 from petra.tables import mebibytes, render
@@ -62,16 +62,7 @@ def run(options: argparse.Namespace) -> None:
     summaries = []
     for config in configs:
         folder = options.out / config.method
-        job = Run(
-            config,
-            folder,
-            device=device,
-            tensorboard=options.tensorboard,
-            quiet=options.quiet,
-            data=data,
-            capture=options.capture,
-        )
-        summaries.append(job())
+        summaries.append(Run(config, folder, device=device, data=data, **reporting(options))())
     checkpoint.write_json(options.out / "comparison.json", summaries)
     if options.plot:
         draw_runs([read(options.out / name) for name in names], options.out / "comparison.png")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from petra.cli.options import add_checkpoint_options, add_run_options, refuse_capture, set_up_device
+from petra.cli.options import add_checkpoint_options, add_run_options, refuse_capture, reporting, set_up_device
 from petra.cli.train import configure
 from petra.execution import CapturedExecutor
 from petra.execution.job import processes
@@ -57,16 +57,7 @@ def run(options: argparse.Namespace) -> None:
     data = config.load_data()
     if options.overwrite:
         remove_run(folder)
-    job = Run(
-        config,
-        folder,
-        resume=options.resume,
-        device=device,
-        tensorboard=options.tensorboard,
-        quiet=options.quiet,
-        data=data,
-        capture=options.capture,
-    )
+    job = Run(config, folder, resume=options.resume, device=device, data=data, **reporting(options))
     executor = job.trainer.executor
     if isinstance(executor, CapturedExecutor):
         executor.refusal = "every action is watched, to compare gradients"

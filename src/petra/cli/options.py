@@ -233,6 +233,11 @@ def refuse_capture(options: argparse.Namespace, count: int = 1) -> None:
         )
 
 
+def reporting(options: argparse.Namespace) -> dict[str, Any]:
+    """What a `Run` is told that decides nothing about its result."""
+    return {"tensorboard": options.tensorboard, "quiet": options.quiet, "capture": options.capture}
+
+
 def set_up_device(options: argparse.Namespace) -> torch.device:
     """The device that was asked for, or an error if it is not there."""
     if options.threads is None and processes() > 1:

@@ -15,6 +15,7 @@ from petra.cli.options import (
     add_run_options,
     given,
     refuse_capture,
+    reporting,
     set_up_device,
     whole_numbers,
 )
@@ -93,13 +94,11 @@ def run(options: argparse.Namespace) -> int:
             folder,
             resume=options.resume,
             device=device,
-            tensorboard=options.tensorboard,
-            quiet=options.quiet,
             data=data,
             transport=transport,
             placement=options.placement,
             trace=options.trace,
-            capture=options.capture,
+            **reporting(options),
         )
         if fault := Fault.from_environment():
             fail_at(job.trainer, fault)
