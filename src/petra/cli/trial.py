@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from petra import methods
 from petra.cli.case import Case
-from petra.execution import ProcessTransport, Rehearsal, Transport, partition
+from petra.execution import ProcessTransport, Rehearsal, Transport, balance
 from petra.execution.templates import shapes_of
 from petra.measure import Link, MemoryProbe, Plan, Profile, Stopwatch, make_plan, profile, tick_seconds
 from petra.methods import METHODS, Method
@@ -91,7 +91,7 @@ class Rank:
         self.say("timing them on one rank alone, as in basic model parallelism")
         other = self.profile(network, basic, alone=True)
         link = self.link()
-        self.say("timing a pipeline of many small stages, to see how ranks at work slow each other")
+        self.say("timing a pipeline, to see how ranks at work slow each other")
         own, waiting = self.calibrate(method, own, link)
         self.say("choosing a cut")
         plan = self.plan(network, method, own, other, link)
@@ -103,7 +103,7 @@ class Rank:
             self.say(f"timing {method.name} on stages of {','.join(map(str, plan.stages))} layers")
             measured = self.measure(method, case.order, plan)
             self.say(f"timing {basic.name} on the same stages")
-            measured["basic"] = self.measure(basic, None, plan)["tick"]
+            measured["basic"] = self.measure(basic, None, plan, -(-case.ticks // 2))["tick"]  # long ones
         return {"plan": asdict(plan), "measured": measured, "profile": own.to_json(), "link": asdict(link)}
 
     def say(self, text: str) -> None:
@@ -134,15 +134,15 @@ class Rank:
         """The profile as layers take in a running pipeline, and how much longer a tick is there than on paper.
 
         Layers that are timed one after the other do not feel what messages and neighbours do to caches, memory
-        and cores. So a pipeline of some other cut is run, and what its stages take more is put on their layers.
+        and cores. So they are cut as evenly as one stage a rank allows, for ranks slow each other only as long as they
+        are all at work, and what stages take more in a run of that is put on their layers.
         """
-        layers, ranks = len(own.layers), self.case.ranks
-        cuts = partition(layers, min(layers, 2 * ranks))
-        placement = [rank for rank, owned in enumerate(partition(len(cuts), ranks)) for _ in owned]
+        layers, ranks, k = len(own.layers), self.case.ranks, self.case.accumulate
+        cuts = balance(layers, ranks, lambda _, cut: own.stage(cut).per_tick(k))
+        placement = list(range(ranks))
         order = None if isinstance(self.case.order, list) else self.case.order
         trial = Plan([len(cut) for cut in cuts], placement, [], 0.0, 0.0, [], [], [])
         found = self.measure(method, order, trial)
-        k = self.case.accumulate
         factors = [0.0] * layers
         for cut, seconds in zip(cuts, found["stages"], strict=True):
             factor = seconds / own.stage(cut).per_tick(k)
@@ -206,9 +206,11 @@ class Rank:
         said = self.transport.gather(found)[0]
         return said["error"] if "error" in said else Plan(**said["plan"])
 
-    def measure(self, method: Method, order: str | list[int] | None, plan: Plan) -> dict[str, Any]:
+    def measure(
+        self, method: Method, order: str | list[int] | None, plan: Plan, ticks: int | None = None
+    ) -> dict[str, Any]:
         """Seconds of a tick, and seconds of work and bytes of every rank, in a real run with a full pipeline."""
-        k = self.case.accumulate
+        k, wanted = self.case.accumulate, ticks or self.case.ticks
         trainer = Trainer(
             self.case.network(),
             loss=cross_entropy,
@@ -223,26 +225,26 @@ class Rank:
         watches = {stage.index: Stopwatch(stage) for stage in trainer.stages}
         for _ in range(k * -(-(2 * trainer.order.staleness(0) + 2) // k)):
             self.step(trainer)
-        size = k * -(-max(1, self.case.ticks // 4) // k)  # of a window: whole updates
-        ticks: list[float] = []
+        size = k * -(-max(1, wanted // 4) // k)  # of a window: whole updates
+        seconds: list[float] = []
         own: dict[int, list[float]] = {index: [] for index in watches}
-        for _ in range(max(1, self.case.ticks // size)):
+        for _ in range(max(1, wanted // size)):
             before = {index: watch.total for index, watch in watches.items()}
             dist.barrier()
             began = time.perf_counter()
             for _ in range(size):
                 self.step(trainer)
             dist.barrier()
-            ticks.append((time.perf_counter() - began) / size)
+            seconds.append((time.perf_counter() - began) / size)
             for index, watch in watches.items():
                 own[index].append((watch.total - before[index]) / size)
         memory = max(self.held(trainer) for _ in range(k))
         trainer.drain()
-        said = self.transport.gather([[index, statistics.median(seconds)] for index, seconds in own.items()])
+        said = self.transport.gather([[index, statistics.median(taken)] for index, taken in own.items()])
         stages = dict(pair for pairs in said for pair in pairs)
         return {
-            "tick": self.transport.gather(statistics.median(ticks))[0],
-            "own": [sum(seconds for _, seconds in pairs) for pairs in said],
+            "tick": self.transport.gather(statistics.median(seconds))[0],
+            "own": [sum(taken for _, taken in pairs) for pairs in said],
             "stages": [stages[index] for index in range(len(stages))],
             "memory": self.transport.gather(memory),
         }

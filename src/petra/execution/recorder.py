@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -55,9 +55,19 @@ class GraphRecorder:
                     raise
         except Exception as error:
             self._open.clear()
+            self._tidy_up()
             raise (failure or error) from None  # not what the graph says of being left half-way
         graph.replay()
         return graph.replay
+
+    def _tidy_up(self) -> None:
+        """What PyTorch leaves undone where CUDA itself ends a recording: otherwise nobody could draw random numbers."""
+        device = torch.cuda.current_device() if self._device.index is None else self._device.index
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())  # the same numbers to come, and not recording
+        with suppress(RuntimeError):  # where PyTorch has done it
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
 
     @contextmanager
     def branch(self, number: int) -> Iterator[None]:
