@@ -10,7 +10,7 @@ from replicas import train_replicas
 from torch import nn
 from trainers import make, same_weights
 
-from petra import Network
+from petra import Network, models
 from petra.execution import run_together
 from petra.execution.envelope import BadMessage, check_label, make_label, payload
 from petra.execution.processes import Blocks
@@ -96,6 +96,24 @@ def test_inputs_are_kept_as_they_came(method):
     twin.drain()
     assert same_weights(trainer.network, twin.network)
     assert {x.dtype for x in trained(None)[1]} == {torch.float32}
+
+
+@pytest.mark.parametrize("method", ["petra", "checkpointed"])
+def test_a_layer_that_computes_in_bf16_reads_messages_as_they_are(method):
+    def trained(widened):
+        torch.manual_seed(0)
+        network = models.create("revnet18", width=2, num_classes=4, in_channels=2)
+        options = {"autocast": torch.bfloat16, "message_dtype": torch.bfloat16}
+        trainer = make(network, method=method, stages=[1] * 8 + [2], **options)
+        assert [stage._as_it_came for stage in trainer.stages] == [True] * 8 + [False]
+        for stage in trainer.stages:
+            stage._as_it_came &= not widened
+        for x, y in batches(20):
+            trainer.step(x.repeat(1, 1, 4, 4), y)
+        trainer.drain()
+        return trainer.network
+
+    assert same_weights(trained(False), trained(True))
 
 
 def test_bf16_messages_are_for_float32_networks():

@@ -85,6 +85,8 @@ class Stage:
         """Whether the stage below needs its outputs back."""
         self.message_dtype = message_dtype
         """What float32 travels as to and from the neighbours; None for float32 itself."""
+        # What a single layer computes in that precision anyway, it can be given like this: nothing is rounded twice.
+        self._as_it_came = message_dtype == chain.settings.autocast and len(chain.layers) == 1 and synthesizer is None
         self.average = average
         """Replaces tensors by their mean over the replicas of this stage."""
         self.corrected = corrected
@@ -168,7 +170,7 @@ class Stage:
         return tuple(t if t is None or t.dtype != torch.float32 else t.to(self.message_dtype) for t in tensors)
 
     def _unpacked(self, tensors: tuple[T, ...]) -> tuple[T, ...]:
-        if self.message_dtype is None:
+        if self.message_dtype is None or self._as_it_came:
             return tensors
         return tuple(t if t is None or t.dtype != self.message_dtype else t.float() for t in tensors)
 
