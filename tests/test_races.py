@@ -61,6 +61,7 @@ def test_corrections_have_no_race(correction, order, accumulate):
         {"stages": 6},
         {"order": (7, 4, 2, 0)},
         {"message_dtype": torch.bfloat16},
+        {"message_dtype": torch.bfloat16, "autocast": torch.bfloat16, "stages": 6},
         {"clip_norm": None},
         {"corrections": ["spike", "shrink:0.8"]},
     ],
