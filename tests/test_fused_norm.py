@@ -33,8 +33,14 @@ pytestmark = [  # of the interpreter: its use of NumPy, and values that are not 
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
 ]
-SMALL = {"TILE": 128, "WIDEST": 16, "MOST_PARTS": 4, "PROGRAMS": 6}  # a few programs of a few tiles each
-WIDE = {"TILE": 4096, "WIDEST": 1024, "MOST_PARTS": 4, "PROGRAMS": 8}
+SMALL = {
+    "TILE": 128,
+    "NARROWEST": 8,
+    "WIDEST": 16,
+    "MOST_PARTS": 4,
+    "PROGRAMS": 6,
+}  # a few programs of a few tiles each
+WIDE = {"TILE": 4096, "NARROWEST": 1024, "MOST_PARTS": 4, "PROGRAMS": 8}
 REAL = {"TILE": norm_function.TILE}
 
 
@@ -264,11 +270,12 @@ def test_kernels_are_used(dtype, relu, called):
 
 
 def test_frozen_statistics_are_left_alone(called):
-    norms = nn.BatchNorm2d(4), nn.BatchNorm2d(4, track_running_stats=False)
+    norms = nn.BatchNorm2d(4), untracked(), nn.BatchNorm2d(4)
+    norms[2].track_running_stats = False
     with frozen_statistics(norms[:1]):
         for norm in norms:
             norm_relu(norm, here())
-    assert [statistics for statistics, *_ in called] == [(None, None, None)] * 2
+    assert [statistics for statistics, *_ in called] == [(None, None, None)] * 3
 
 
 class Derived(nn.BatchNorm2d):
@@ -291,13 +298,17 @@ def without_gpu(patch):
     patch.setattr(fused_norm, "_on_gpu", lambda x: x.is_cuda)
 
 
+def untracked():
+    return nn.BatchNorm2d(4, track_running_stats=False)
+
+
 OTHERS = {
     "evaluation": (lambda: nn.BatchNorm2d(4).eval(), here),
     "cumulative average": (lambda: nn.BatchNorm2d(4, momentum=None), here),
     "no weight": (lambda: nn.BatchNorm2d(4, affine=False), here),
     "another class": (lambda: Derived(4), here),
     "float64": (lambda: nn.BatchNorm2d(4).double(), lambda: here(dtype=torch.float64)),
-    "weight in bfloat16": (lambda: nn.BatchNorm2d(4).bfloat16(), lambda: here(dtype=torch.bfloat16)),
+    "weight in bfloat16": (lambda: untracked().bfloat16(), lambda: here(dtype=torch.bfloat16)),
     "channels first": (lambda: nn.BatchNorm2d(4), lambda: here().contiguous()),
     "half of the channels": (lambda: nn.BatchNorm2d(4), lambda: here(c=8)[:, :4]),
     "one channel": (lambda: nn.BatchNorm2d(1), lambda: here(c=1)),
@@ -328,6 +339,9 @@ def test_errors_are_those_of_pytorch(called):
         norm_relu(nn.BatchNorm2d(4), here(1, 4, 1, 1))
     with pytest.raises(RuntimeError, match="running_mean should contain"):
         norm_relu(nn.BatchNorm2d(5), here())
+    with pytest.raises(RuntimeError, match="datatype"):
+        norm_relu(nn.BatchNorm2d(4), here(dtype=torch.float64))
+    assert called == []
 
 
 @pytest.mark.parametrize("which", ["norm", "relu", "all"])

@@ -11,12 +11,19 @@ from torch.autograd.function import once_differentiable
 Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Running mean, running variance and the number of batches in them."""
 
+WARPS = 4
 TILE = 4096
 """Values that a program works on at a time: 32 for each of its 128 threads."""
-WIDEST = 32
-"""Channels of a tile: few enough that many programs share the rows of a narrow image, and 64 bytes in bfloat16."""
-MOST_PARTS = 128
-"""Lines that each program of a second kernel has to read: of 32 channels, as many as a tile in float32."""
+NARROWEST, WIDEST = 16, 32
+"""Channels of a tile: 16 are 32 bytes in bfloat16, the least that is read at once.
+
+In between, a quarter of the image's: with fewer, more programs share the rows, and each has less to read of the parts.
+"""
+MOST_PARTS = 64
+"""Each program of a second kernel reads all parts of its channels, which should be no more than its own rows.
+
+At 64 parts of 32 channels that is 16 KB, as much as a tile in float32.
+"""
 PROGRAMS = 512
 """Programs of a kernel on large images, a few for each processor of a large GPU.
 
@@ -38,7 +45,8 @@ class Tiling(NamedTuple):
 
 def tiling(m: int, c: int) -> Tiling:
     """By rule and not by trial, since a recording must not be disturbed by trials."""
-    block_c = min(WIDEST, _power_of_two(c))
+    power = _power_of_two(c)
+    block_c = min(power, max(NARROWEST, min(WIDEST, power // 4)))
     block_m = TILE // block_c
     column_blocks = -(-c // block_c)
     share = max(1, PROGRAMS // column_blocks)
@@ -73,7 +81,9 @@ def batch_norm_relu(
 
     Running statistics are updated as by `torch.nn.BatchNorm2d`, with ``offset`` added to the mean.
     """
-    arguments = (*statistics, None if offset is None else offset.detach(), momentum, eps, relu)
+    if offset is not None:  # or there would be one more kernel to compile where there are no statistics
+        offset = None if statistics[0] is None else offset.detach()
+    arguments = (*statistics, offset, float(momentum), eps, relu)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad):
         return _NormRelu.apply(x, weight, bias, *arguments)  # type: ignore[no-untyped-call, no-any-return]
     return _forward(x, weight, bias, *arguments)[0]
@@ -117,7 +127,7 @@ def _forward(
     y = torch.empty_like(x)
     found = x.new_empty((2, t.parts, c), dtype=torch.float32)
     moments = x.new_empty((2, c), dtype=torch.float32)
-    blocks = {"BLOCK_M": t.block_m, "BLOCK_C": t.block_c, "num_warps": 4}
+    blocks = {"BLOCK_M": t.block_m, "BLOCK_C": t.block_c, "num_warps": WARPS}
     with torch.cuda.device(x.get_device()):
         kernels.measure[t.parts, t.column_blocks](x, found, m, c, t.part_rows, **blocks)
         kernels.apply[t.row_blocks, t.column_blocks](
@@ -158,7 +168,7 @@ def _backward(
     dx = torch.empty_like(x)
     found = x.new_empty((2, t.parts, c), dtype=torch.float32)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
-    blocks = {"RELU": relu, "BLOCK_M": t.block_m, "BLOCK_C": t.block_c, "num_warps": 4}
+    blocks = {"RELU": relu, "BLOCK_M": t.block_m, "BLOCK_C": t.block_c, "num_warps": WARPS}
     with torch.cuda.device(x.get_device()):
         kernels.gather[t.parts, t.column_blocks](dy, x, moments, weight, bias, found, m, c, t.part_rows, **blocks)
         kernels.spread[t.row_blocks, t.column_blocks](

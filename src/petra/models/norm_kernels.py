@@ -33,14 +33,13 @@ def _parts(x, cols, parts, C, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, mean, invstd, weight, bias, like):
-    """The norm's output before ReLU, rounded to the type of ``like``.
+def _normalised(x, mean, invstd, weight, bias):
+    """The norm's output before ReLU, in float32.
 
-    Backward finds the sign of the output again by this very function. Its roundings leave a compiler no choice: the
-    multiplication that is added to is an ``fma`` already, and what is subtracted is no product (see `apply`). And as
-    the sign is looked at after rounding, an output that underflows to zero counts as zero in both directions.
+    Backward finds the sign of an output again by this very function. Its roundings leave a compiler no choice: the
+    multiplication that is added to is an ``fma`` already, and what is subtracted is no product (see `apply`).
     """
-    return tl.fma(x - mean[None, :], (invstd * weight)[None, :], bias[None, :]).to(like)
+    return tl.fma(x.to(tl.float32) - mean[None, :], (invstd * weight)[None, :], bias[None, :])
 
 
 @triton.jit
@@ -139,7 +138,7 @@ def apply(
     for row in range(start, end, BLOCK_M):
         tile = ahead
         ahead = _load(x, row + BLOCK_M + lane, cols, end, C)
-        out = _rounded(tile.to(tl.float32), mean, invstd, w, b, tile.dtype)
+        out = _normalised(tile, mean, invstd, w, b)
         if RELU:
             out = tl.where(out <= 0, 0.0, out)  # NaN stays
         at = (row + lane)[:, None] * C + cols[None, :]
@@ -148,10 +147,11 @@ def apply(
 
 @triton.jit
 def _felt(dy, x, mean, invstd, weight, bias, RELU: tl.constexpr):
-    """The gradient of the norm's output: zero where ReLU was, in float32."""
+    """The gradient of the norm's output in float32: zero where ReLU's was, also if that has underflowed to zero."""
     gradient = dy.to(tl.float32)
     if RELU:
-        gradient = tl.where(_rounded(x.to(tl.float32), mean, invstd, weight, bias, x.dtype) <= 0, 0.0, gradient)
+        rounded = _normalised(x, mean, invstd, weight, bias).to(x.dtype)
+        gradient = tl.where(rounded <= 0, 0.0, gradient)
     return gradient
 
 
