@@ -20,7 +20,7 @@ NARROWEST, WIDEST = 16, 32
 In between, a quarter of the image's: with fewer, more programs share the rows, and each has less to read of the parts.
 """
 MOST_PARTS = 64
-"""Each program of a second kernel reads all parts of its channels, which should be no more than its own rows.
+"""Each program of a second kernel reads all parts of its channels, which must not take longer than its own rows.
 
 At 64 parts of 32 channels that is 16 KB, as much as a tile in float32.
 """
