@@ -17,8 +17,9 @@ NETWORKS = {
 }
 
 
-def plain(conv, norm, x):
-    return norm(conv(x))
+def plain(conv, norm, x, relu=None):
+    x = norm(conv(x))
+    return x if relu is None else relu(x)
 
 
 def with_biases(name):

@@ -64,8 +64,8 @@ class Stem(nn.Module):
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = normalised(self.conv, self.bn, x)
-        return self.pool(self.relu(x)).chunk(self.streams, dim=1)  # type: ignore[no-any-return]
+        x = normalised(self.conv, self.bn, x, self.relu)
+        return self.pool(x).chunk(self.streams, dim=1)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, pad
 
 from petra.models.convolution import conv
+from petra.models.fused_norm import norm_relu
+from petra.models.unfelt import ConvNorm
 
 
 def preactivated(
@@ -24,7 +26,7 @@ def preactivated(
             layers[f"bn{i + 1}"] = nn.BatchNorm2d(channels[i])
             layers[f"relu{i + 1}"] = nn.ReLU(inplace=True)
         layers[f"conv{i + 1}"] = conv(channels[i], channels[i + 1], kernel, stride if i == 0 else 1, bias=False)
-    return nn.Sequential(layers)
+    return ConvNorm(layers)
 
 
 def basic(inputs: int, outputs: int, stride: int = 1, activate: bool = True) -> nn.Sequential:
@@ -67,5 +69,5 @@ class NormalisedHead(nn.Module):
         self.fc = nn.Linear(inputs, num_classes)
 
     def forward(self, *streams: Tensor) -> Tensor:
-        pooled = self.relu(self.bn(torch.cat(streams, dim=1))).mean(dim=(2, 3))
+        pooled = norm_relu(self.bn, torch.cat(streams, dim=1), self.relu).mean(dim=(2, 3))
         return self.fc(pooled)  # type: ignore[no-any-return]

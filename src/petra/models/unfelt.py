@@ -10,30 +10,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petra.models.fused_norm import norm_relu
+
 
 class ConvNorm(nn.Sequential):
-    """Layers one after the other, where a convolution comes right before its batch norm."""
+    """Layers one after the other; a convolution knows of the batch norm behind it, and that one of its ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = iter(self)
-        for layer in layers:
-            x = normalised(layer, next(layers), x) if isinstance(layer, nn.Conv2d) else layer(x)
+        layers = list(self)
+        while layers:
+            layer = layers.pop(0)
+            if isinstance(layer, nn.Conv2d) and layers and isinstance(layers[0], nn.BatchNorm2d):
+                x = normalised(layer, layers.pop(0), x, _relu(layers))
+            elif isinstance(layer, nn.BatchNorm2d):
+                x = norm_relu(layer, x, _relu(layers))
+            else:
+                x = layer(x)
         return x
 
 
-def normalised(conv: nn.Conv2d, norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(conv(x)), where batch statistics are used without the bias of the convolution.
+def _relu(layers: list[nn.Module]) -> nn.Module | None:
+    """The first of the layers if it is one, which is taken."""
+    return layers.pop(0) if layers and isinstance(layers[0], nn.ReLU) else None
+
+
+def normalised(conv: nn.Conv2d, norm: nn.Module, x: Tensor, relu: nn.Module | None = None) -> Tensor:
+    """relu(norm(conv(x))), where batch statistics are used without the bias of the convolution; ``relu`` may be None.
 
     The running mean is that of before, with the bias, and so are weights in a checkpoint. The gradient of the bias is
     exactly zero, not zero up to rounding.
     """
     if conv.bias is None or not isinstance(norm, nn.BatchNorm2d) or not norm.training or norm.momentum in (None, 1.0):
-        return norm(conv(x))  # type: ignore[no-any-return]
-    if norm.running_mean is not None:  # of which the norm is about to keep a part of 1 - momentum
-        # Through `data`, for autograd takes no notice of what a norm does to it either: other graphs may have saved it.
-        norm.running_mean.data.add_(conv.bias.detach(), alpha=norm.momentum / (1 - norm.momentum))
+        return norm_relu(norm, conv(x), relu)
     weight = _Unfelt.apply(conv.weight, conv.bias)  # type: ignore[no-untyped-call]
-    return norm(conv._conv_forward(x, weight, None))  # type: ignore[no-any-return]
+    return norm_relu(norm, conv._conv_forward(x, weight, None), relu, offset=conv.bias)
 
 
 class _Unfelt(torch.autograd.Function):

@@ -1,0 +1,400 @@
+"""Batch norm with ReLU on kernels of our own: against PyTorch in float64; and where PyTorch's own path is taken.
+
+The kernels run on a GPU, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with Triton and a NumPy below 2.4.
+"""
+
+import copy
+import os
+from importlib.util import find_spec
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import batch_norm
+
+from petra import models
+from petra.models import fused_norm, norm_function
+from petra.models.fused_norm import norm_relu
+from petra.models.norm_function import batch_norm_relu, tiling
+from petra.models.unfelt import ConvNorm, normalised
+from petra.reversible.statistics import frozen_statistics
+
+LAST = torch.channels_last
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(
+    find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
+    reason="needs Triton and a GPU, or Triton and TRITON_INTERPRET=1",
+)
+pytestmark = [  # of the interpreter: its use of NumPy, and values that are not stored
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
+]
+SMALL = {
+    "TILE": 128,
+    "NARROWEST": 8,
+    "WIDEST": 16,
+    "MOST_PARTS": 4,
+    "PROGRAMS": 6,
+}  # a few programs of a few tiles each
+WIDE = {"TILE": 4096, "NARROWEST": 1024, "MOST_PARTS": 4, "PROGRAMS": 8}
+REAL = {"TILE": norm_function.TILE}
+
+
+def rounding(dtype):
+    """The relative error of one rounding; the interpreter cuts numbers off to bfloat16."""
+    cut_off = INTERPRETED and dtype is torch.bfloat16
+    return max(torch.finfo(dtype).eps * (1 if cut_off else 0.5), 1e-5)
+
+
+def images(n, c, h, w, dtype=torch.float32, mean=0.0, seed=0):
+    torch.manual_seed(seed)
+    x = torch.randn(n, c, h, w) * (0.5 + torch.rand(c, 1, 1)) + torch.randn(c, 1, 1) + mean
+    return x.to(DEVICE, dtype).contiguous(memory_format=LAST).requires_grad_()
+
+
+def norm_of(c):
+    norm = nn.BatchNorm2d(c, momentum=0.3, eps=1e-3).to(DEVICE)
+    for tensor in (norm.weight, norm.bias, norm.running_mean):
+        nn.init.normal_(tensor)
+    return norm
+
+
+def fused(norm, x, relu=True, offset=None):
+    buffers = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    return batch_norm_relu(x, norm.weight, norm.bias, buffers, norm.momentum, norm.eps, relu, offset)
+
+
+def check(x, norm, relu, dy, offset=None, loose=1e-5):
+    """Output, gradients and running statistics against those of float64.
+
+    Where ReLU has its kink, rounding decides: gradients are those for the outputs that there were.
+    """
+    twin = copy.deepcopy(norm).double()
+    exact = x.detach().double().requires_grad_()
+    expected = twin(exact if offset is None else exact + offset.double()[:, None, None])
+    y = fused(norm, x, relu, offset)
+    assert y.dtype == x.dtype
+    assert y.stride() == x.stride()
+    limit = expected.relu() if relu else expected
+    torch.testing.assert_close(y.double(), limit, rtol=rounding(x.dtype), atol=loose)
+    torch.testing.assert_close(norm.state_dict(), twin.state_dict(), rtol=1e-5, atol=1e-5, check_dtype=False)
+    y.backward(dy)
+    expected.backward(dy.double() * (y > 0) if relu else dy.double())
+    steepness = twin.weight.abs() / (exact.var((0, 2, 3), correction=0) + norm.eps).sqrt()
+    size = (steepness.max() * dy.abs().max()).item()  # of terms that may cancel out
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=rounding(x.dtype), atol=loose * size)
+    for name in ("weight", "bias"):
+        found, wanted = getattr(norm, name).grad, getattr(twin, name).grad
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=loose * (1 + wanted.abs().max().item()))
+
+
+@needs_kernels
+@settings(max_examples=12)
+@given(
+    st.integers(1, 4),
+    st.sampled_from([2, 3, 16, 20]),
+    st.integers(1, 5),
+    st.integers(2, 5),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_same_as_float64(n, c, h, w, dtype, relu, shifted, last):
+    x, norm = images(n, c, h, w, dtype), norm_of(c)
+    dy = torch.randn(n, c, h, w, device=DEVICE).to(dtype)
+    with patch.multiple(norm_function, **SMALL):
+        check(
+            x,
+            norm,
+            relu,
+            dy.contiguous(memory_format=LAST) if last else dy,
+            torch.randn(c, device=DEVICE) if shifted else None,
+        )
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [((9, 16, 8, 8), SMALL), ((6, 100, 9, 7), REAL), ((12, 32, 9, 9), REAL), ((5, 2048, 2, 2), WIDE)],
+    ids=lambda x: str(x) if isinstance(x, tuple) else "",
+)
+def test_larger_images(shape, tiles, dtype):
+    with patch.multiple(norm_function, **tiles):
+        check(images(*shape, dtype), norm_of(shape[1]), True, torch.randn(shape, device=DEVICE).to(dtype))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiles", [SMALL, REAL], ids=["parts", "one part"])
+def test_a_large_mean_costs_no_precision(tiles):
+    """Its own rounding to float32 is 6e-5 at most; a difference of squares would be off by 0.1 or more."""
+    with patch.multiple(norm_function, **tiles):
+        x, norm = images(4, 4, 9, 9, mean=1e3), norm_of(4)
+        check(x, norm, False, torch.randn_like(x), loose=2e-4)
+    assert (norm.running_var - 0.7 * 1 - 0.3 * x.detach().double().var((0, 2, 3))).abs().max() < 1e-6
+
+
+@needs_kernels
+def test_the_same_bits_again():
+    def run():
+        x, norm = images(6, 16, 8, 8), norm_of(16)
+        y = fused(norm, x)
+        y.backward(torch.sin(torch.arange(y.numel(), device=DEVICE)).view_as(y))
+        return y, x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
+
+    with patch.multiple(norm_function, **SMALL):
+        assert all(a.equal(b) for a, b in zip(run(), run(), strict=True))
+
+
+@needs_kernels
+def test_outputs_that_underflow_have_no_gradient():
+    """As with a ReLU that sees rounded outputs."""
+    x, norm = images(2, 4, 3, 3, torch.float16), norm_of(4)
+    nn.init.constant_(norm.weight, 1e-9)
+    nn.init.zeros_(norm.bias)
+    y = fused(norm, x)
+    y.backward(torch.ones_like(y))
+    assert (y == 0).all()
+    assert (norm.bias.grad == 0).all()
+    assert (x.grad == 0).all()
+
+
+@needs_kernels
+def test_not_a_number_is_passed_on():
+    x, norm = images(2, 4, 3, 3), norm_of(4)
+    with torch.no_grad():
+        x[0, 1, 2, 2] = float("nan")
+        y = fused(norm, x)
+    assert y[:, 1].isnan().all()
+    assert not y[:, [0, 2, 3]].isnan().any()
+
+
+@needs_kernels
+def test_what_is_kept_for_backward():
+    x, norm, kept = images(2, 4, 3, 3), norm_of(4), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = fused(norm, x)
+        assert sorted(t.numel() for t in kept) == [4, 4, 8, x.numel()]
+        assert y.data_ptr() not in {t.data_ptr() for t in kept}
+        with torch.no_grad():
+            assert fused(norm, x).grad_fn is None
+        assert len(kept) == 4
+
+
+def trained(network, steps=2):
+    """Outputs, and all that there is after some steps."""
+    for seed in range(steps):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(6, 3, 8, 8, generator=generator).to(DEVICE).contiguous(memory_format=LAST)
+        network.zero_grad()
+        outputs = network(x)
+        outputs.square().sum().backward()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.sub_(parameter.grad, alpha=1e-3)
+    return outputs.detach(), network.state_dict()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["revnet18", "resnet18", "revnet50", "revnet38", "irevnet18"])
+def test_networks(name, monkeypatch):
+    """Reversible ones evaluate their functions twice, the second time without running statistics."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(fused_norm, "_on_gpu", lambda x: True)
+    calls = []
+    monkeypatch.setattr(fused_norm, "batch_norm_relu", lambda *a: calls.append(a) or batch_norm_relu(*a))
+    torch.manual_seed(0)
+    network = models.create(name, width=4, depths=(1, 2)).to(DEVICE, memory_format=LAST)
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d) and module.bias is not None:
+            nn.init.normal_(module.bias)
+    reference = copy.deepcopy(network)
+    found = trained(network)
+    assert len(calls) >= 12
+    monkeypatch.setattr(fused_norm, "ENABLED", False)
+    expected = trained(reference)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert all(int(v) == 2 for k, v in network.state_dict().items() if k.endswith("num_batches_tracked"))
+
+
+@given(st.integers(2, 2**18), st.integers(2, 4096))
+def test_every_row_and_channel_is_in_one_program(m, c):
+    t = tiling(m, c)
+    assert (t.column_blocks - 1) * t.block_c < c <= t.column_blocks * t.block_c
+    for programs, rows in ((t.parts, t.part_rows), (t.row_blocks, t.rows)):
+        assert rows % t.block_m == 0
+        assert (programs - 1) * rows < m <= programs * rows
+        assert programs * t.column_blocks <= max(norm_function.PROGRAMS, t.column_blocks)
+    assert t.parts <= norm_function.MOST_PARTS
+    assert t.block_m & (t.block_m - 1) == t.block_c & (t.block_c - 1) == 0
+
+
+# Where PyTorch's own path is taken: with kernels that only note that they were called.
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What the kernels were called with, on a GPU that is not there."""
+    calls = []
+
+    def pretended(x, weight, bias, statistics, momentum, eps, relu, offset):
+        calls.append((statistics, relu, offset))
+        y = batch_norm(x, None, None, weight, bias, True, momentum, eps)
+        return y.relu() if relu else y
+
+    monkeypatch.setattr(fused_norm, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(fused_norm, "_has_triton", lambda: True)
+    monkeypatch.setattr(fused_norm, "batch_norm_relu", pretended)
+    return calls
+
+
+def here(n=2, c=4, h=3, w=3, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(n, c, h, w).to(dtype).contiguous(memory_format=LAST)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("relu", [None, nn.ReLU(), nn.ReLU(inplace=True)], ids=["none", "relu", "inplace"])
+def test_kernels_are_used(dtype, relu, called):
+    norm = nn.BatchNorm2d(4)
+    norm_relu(norm, here(dtype=dtype), relu)
+    ((statistics, with_relu, offset),) = called
+    assert all(a is b for a, b in zip(statistics, norm.buffers(), strict=True))
+    assert with_relu is (relu is not None)
+    assert offset is None
+
+
+def test_frozen_statistics_are_left_alone(called):
+    norms = nn.BatchNorm2d(4), untracked(), nn.BatchNorm2d(4)
+    norms[2].track_running_stats = False
+    with frozen_statistics(norms[:1]):
+        for norm in norms:
+            norm_relu(norm, here())
+    assert [statistics for statistics, *_ in called] == [(None, None, None)] * 3
+
+
+class Derived(nn.BatchNorm2d):
+    pass
+
+
+def compiling(patch):
+    patch.setattr(torch.compiler, "is_compiling", lambda: True)
+
+
+def turned_off(patch):
+    patch.setattr(fused_norm, "ENABLED", False)
+
+
+def without_triton(patch):
+    patch.setattr(fused_norm, "_has_triton", lambda: False)
+
+
+def without_gpu(patch):
+    patch.setattr(fused_norm, "_on_gpu", lambda x: x.is_cuda)
+
+
+def untracked():
+    return nn.BatchNorm2d(4, track_running_stats=False)
+
+
+OTHERS = {
+    "evaluation": (lambda: nn.BatchNorm2d(4).eval(), here),
+    "cumulative average": (lambda: nn.BatchNorm2d(4, momentum=None), here),
+    "no weight": (lambda: nn.BatchNorm2d(4, affine=False), here),
+    "another class": (lambda: Derived(4), here),
+    "float64": (lambda: nn.BatchNorm2d(4).double(), lambda: here(dtype=torch.float64)),
+    "weight in bfloat16": (lambda: untracked().bfloat16(), lambda: here(dtype=torch.bfloat16)),
+    "channels first": (lambda: nn.BatchNorm2d(4), lambda: here().contiguous()),
+    "half of the channels": (lambda: nn.BatchNorm2d(4), lambda: here(c=8)[:, :4]),
+    "one channel": (lambda: nn.BatchNorm2d(1), lambda: here(c=1)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_cases_are_left_to_pytorch(case, called):
+    make, data = OTHERS[case]
+    norm, x = make(), data()
+    twin = copy.deepcopy(norm)
+    y = norm_relu(norm, x, nn.ReLU(inplace=True))
+    assert called == []
+    assert y.equal(torch.relu(twin(x)))
+    assert all(a.equal(b) for a, b in zip(norm.buffers(), twin.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("change", [compiling, turned_off, without_triton, without_gpu])
+def test_kernels_that_are_not_there_are_not_used(change, called, monkeypatch):
+    change(monkeypatch)
+    norm, x = nn.BatchNorm2d(4), here()
+    assert norm_relu(norm, x, nn.ReLU()).equal(torch.relu(copy.deepcopy(norm)(x)))
+    assert called == []
+
+
+def test_errors_are_those_of_pytorch(called):
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        norm_relu(nn.BatchNorm2d(4), here(1, 4, 1, 1))
+    with pytest.raises(RuntimeError, match="running_mean should contain"):
+        norm_relu(nn.BatchNorm2d(5), here())
+    with pytest.raises(RuntimeError, match="datatype"):
+        norm_relu(nn.BatchNorm2d(4), here(dtype=torch.float64))
+    assert called == []
+
+
+@pytest.mark.parametrize("which", ["norm", "relu", "all"])
+def test_hooks_are_called(which, called):
+    norm, relu, seen = nn.BatchNorm2d(4), nn.ReLU(), []
+    hook = lambda module, *_: seen.append(module)  # noqa: E731
+    if which == "all":
+        handle = nn.modules.module.register_module_forward_hook(hook)
+    else:
+        handle = {"norm": norm, "relu": relu}[which].register_forward_pre_hook(hook)
+    norm_relu(norm, here(), relu)
+    handle.remove()
+    assert seen == {"norm": [norm], "relu": [relu], "all": [norm, relu]}[which]
+    assert called == []
+    norm_relu(norm, here(), relu)
+    assert len(called) == 1
+
+
+def test_the_bias_of_a_convolution_reaches_the_running_mean(called):
+    conv, norm, relu = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+    normalised(conv, norm, here(), relu)
+    assert called[0][1:] == (True, conv.bias)
+    assert (norm.running_mean == 0).all()  # which is left to the kernels
+
+
+@pytest.mark.parametrize(
+    ("order", "calls"),
+    [("cnr", [True]), ("cn", [False]), ("nrc", [True]), ("nrcnrc", [True, True]), ("rcnr", [True]), ("ncr", [False])],
+)
+def test_layers_find_each_other(order, calls, called):
+    make = {"c": lambda: nn.Conv2d(4, 4, 1), "n": lambda: nn.BatchNorm2d(4), "r": nn.ReLU}
+    layers = [make[letter]() for letter in order]
+    twin = copy.deepcopy(nn.Sequential(*layers))
+    found = ConvNorm(*layers)(here())
+    assert [relu for _, relu, _ in called] == calls
+    torch.testing.assert_close(found, twin(here()))
+
+
+def test_names_of_weights_are_as_before():
+    assert list(models.create("revnet38", width=4, depths=(1,)).state_dict())[6:14] == [
+        "group1_unit0.f.conv1.weight",
+        "group1_unit0.f.bn2.weight",
+        "group1_unit0.f.bn2.bias",
+        "group1_unit0.f.bn2.running_mean",
+        "group1_unit0.f.bn2.running_var",
+        "group1_unit0.f.bn2.num_batches_tracked",
+        "group1_unit0.f.conv2.weight",
+        "group1_unit0.g.bn1.weight",
+    ]
+
+
+def test_functions_can_be_compiled():
+    f = models.create("revnet38", width=4, depths=(1,))[1].f
+    twin = copy.deepcopy(f)
+    compiled = torch.compile(f, backend="eager", fullgraph=True)
+    assert compiled(here(c=2)).equal(twin(here(c=2)))
