@@ -24,7 +24,7 @@ MOST_PARTS = 64
 
 At 64 parts of 32 channels that is 16 KB, as much as a tile in float32.
 """
-PROGRAMS = 512
+PROGRAMS = 256
 """Programs of a kernel on large images, a few for each processor of a large GPU.
 
 A constant, as all of these are, so that sums do not depend on the GPU.
