@@ -1,3 +1,4 @@
+import argparse
 import json
 
 import pytest
@@ -5,6 +6,8 @@ import torch
 from torch import nn
 
 from petra import models
+from petra.cli.options import add_run_options
+from petra.cli.options import given as read
 from petra.training.config import RunConfig
 from petra.training.curves import LearningRateCurve
 from petra.training.optimizers import base_learning_rate, sgd
@@ -55,6 +58,7 @@ def test_recipe_of_the_paper():
     config = RunConfig.from_options("petra-cifar10", {"data": "digits"})
     assert (config.model, config.stages, config.batch_size, config.epochs) == ("revnet18", 10, 64, 300)
     assert (config.order, config.weight_decay, config.warmup_epochs) == ("lock-step", 5e-4, 5)
+    assert config.drop_last
     assert config.base_lr == 0.1 * 64 * config.accumulate / 256
 
 
@@ -69,6 +73,17 @@ def test_options_override_recipes():
     assert RunConfig.from_options("petra-cifar10", {"data": "d", "model_options": {"depths": [1]}}).stages == 3
     with pytest.raises(ValueError, match="--data is missing"):
         RunConfig.from_options("petra-cifar10", {})
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_is_left_of_an_epoch_is_left_out_on_request(given, tmp_path):
+    flag = ["--drop-last" if given else "--no-drop-last"]
+    parser = argparse.ArgumentParser()
+    add_run_options(parser, with_method=True)
+    options = parser.parse_args(["--recipe", "digits", "--batch-size", "1000", *flag])
+    run = Run(RunConfig.from_options("digits", read(options)), tmp_path, quiet=True)
+    assert len(run.train) == (1 if given else 2)
+    run.close()
 
 
 def test_a_run_follows_its_configuration(tmp_path):

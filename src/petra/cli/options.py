@@ -125,6 +125,11 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument("--accumulate", type=int, metavar="K", help="micro-batches per update (default 1)")
     how.add_argument("--epochs", type=int, help="passes over the data (default 10)")
     how.add_argument("--batch-size", type=int, metavar="N", help="samples in a micro-batch (default 64)")
+    how.add_argument(
+        "--drop-last",
+        action=argparse.BooleanOptionalAction,
+        help="leave out what is left of an epoch after its last whole micro-batch (default: a smaller one)",
+    )
     how.add_argument("--optimizer", metavar="NAME", help=f"one of {', '.join(OPTIMIZERS)} (default sgd)")
     how.add_argument(
         "--lr", type=float, help="learning rate (default 0.1 · batch size · K / 256; adamw and nadamw 1e-3)"
@@ -195,6 +200,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 _CONFIG = (
     *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
+    "drop_last",
     *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
     *("label_smoothing", "autocast", "exact", "compile", "channels_last", "messages", "corrections", "seed"),
     *("replicas", "checkpoint_every", "checkpoint_epochs"),

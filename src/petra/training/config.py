@@ -37,6 +37,7 @@ class RunConfig:
     order: str | list[int] | None = None
     epochs: int = 10
     batch_size: int = 64
+    drop_last: bool = False
     optimizer: str = "sgd"
     lr: float | None = None
     momentum: float | None = None

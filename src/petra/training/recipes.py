@@ -51,6 +51,7 @@ RECIPES: dict[str, Recipe] = {
             "RevNet-18 on CIFAR-10 as in the PETRA paper: 10 stages, batch 64, k = 4, 300 epochs",
             {
                 **_PAPER,
+                "drop_last": True,
                 "model": "revnet18",
                 "accumulate": 4,
                 "epochs": 300,

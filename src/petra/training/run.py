@@ -79,7 +79,9 @@ class Run:
         self._fingerprint = fingerprint(self._data)
         share = (place.replica, place.replicas)
         how: dict[str, Any] = {"device": self.device, "share": share, "channels_last": config.channels_last}
-        self.train = Batches(self._data, "train", config.batch_size, seed=config.seed, **how)
+        self.train = Batches(
+            self._data, "train", config.batch_size, seed=config.seed, drop_last=config.drop_last, **how
+        )
         # A window of text is many samples in one already.
         at_once = config.batch_size if "vocab_size" in self._data.arguments else max(config.batch_size, 256)
         self.test = Batches(self._data, "test", at_once, **how)
