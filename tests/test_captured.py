@@ -13,6 +13,7 @@ from trainers import make
 from petra import models
 from petra.execution import CapturedExecutor, Place
 from petra.execution.queues import carry_out
+from petra.measure import Fidelity
 from petra.training.preparation import make_recorder
 
 
@@ -252,6 +253,23 @@ def test_what_is_watched_is_not_replayed():
         step(trainers, x, y)
         assert_same(*trainers)
     assert len(seen) == 10 * 4 * 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("method", ["petra", "backprop", "features-replay"])
+def test_ticks_between_those_whose_gradients_are_compared_are_replayed(method, accumulate):
+    trainers = pair(method=method, accumulate=accumulate)
+    watches = [Fidelity(trainer.executor, every=24 // accumulate) for trainer in trainers]
+    with watches[0], watches[1]:
+        for number, (x, y) in enumerate(data(80)):
+            step(trainers, x, y)
+            if number == 60:
+                for trainer in trainers:
+                    trainer.drain()
+    assert_same(*trainers)
+    assert trainers[1].executor.replayed > 15
+    assert watches[0].measurements == watches[1].measurements
+    assert len({m.update for m in watches[1].measurements}) >= 2
 
 
 @settings(max_examples=100)

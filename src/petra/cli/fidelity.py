@@ -10,7 +10,6 @@ from typing import Any
 
 from petra.cli.options import add_checkpoint_options, add_run_options, refuse_capture, reporting, set_up_device
 from petra.cli.train import configure
-from petra.execution import CapturedExecutor
 from petra.execution.job import processes
 from petra.measure import Fidelity, Measurement
 from petra.measure.likeness import summarise, table
@@ -59,8 +58,6 @@ def run(options: argparse.Namespace) -> None:
         remove_run(folder)
     job = Run(config, folder, resume=options.resume, device=device, data=data, **reporting(options))
     executor = job.trainer.executor
-    if isinstance(executor, CapturedExecutor):
-        executor.refusal = "every action is watched, to compare gradients"
     rows = _kept(folder / FIDELITY, min(executor.state_dict()["shapes"], default=executor.microbatches))
     with (folder / FIDELITY).open("w") as file:
 

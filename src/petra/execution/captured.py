@@ -56,7 +56,7 @@ class CapturedExecutor(LocalExecutor):
         self._gradients: dict[Tensor, Tensor] = {}
         self._fixed = Fixed(self.stages)
 
-    def tick(self, inputs: Streams, targets: Any, weight: float = 1.0) -> list[Finished]:
+    def _step(self, inputs: Streams, targets: Any, weight: float) -> list[Finished]:
         kind = tuple(_kind(x) for x in (*inputs, targets))
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         if (
@@ -106,7 +106,7 @@ class CapturedExecutor(LocalExecutor):
         chains = [stage.chain for stage in self.stages]
         for chain in chains:
             chain.watching = watching
-        finished = super().tick(inputs, targets, weight)
+        finished = super()._step(inputs, targets, weight)
         for chain in chains:
             chain.watching = False
         if any(chain.has_drawn for chain in chains):
@@ -136,7 +136,7 @@ class CapturedExecutor(LocalExecutor):
         def work() -> None:
             steady.fetch()
             # The newcomer's targets may be about to take the place of these.
-            found.extend(replace(f, targets=f.targets.clone()) for f in LocalExecutor.tick(self, own, wanted))
+            found.extend(replace(f, targets=f.targets.clone()) for f in LocalExecutor._step(self, own, wanted, 1.0))
             steady.store(self._keep_gradients())
 
         with self._whole():

@@ -36,8 +36,10 @@ class LocalExecutor:
         self.stages = list(stages)
         self._owned = {stage.index: stage for stage in stages}
         self.order = order
+        self.readers: list[Callable[[int], None]] = []
+        """Called with the number of every micro-batch before it is read; they may begin or cease to observe."""
         self.observers: list[Observer] = []
-        """Called after every action with the tick, the action and its stage."""
+        """Called after every action with the tick, the action and its stage; such ticks are not replayed."""
         self.announcements: list[Announcement] = []
         """Called before every tick with the micro-batch that counts as 0 in it and what will happen; () included."""
         self.acting: int | None = None
@@ -71,6 +73,11 @@ class LocalExecutor:
 
     def tick(self, inputs: Streams, targets: Any, weight: float = 1.0) -> list[Finished]:
         """Read one micro-batch and let every stage do what the order has it do; what reached the loss."""
+        for ask in self.readers:
+            ask(self.microbatches)
+        return self._step(inputs, targets, weight)
+
+    def _step(self, inputs: Streams, targets: Any, weight: float) -> list[Finished]:
         with self._whole():
             self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
             self._read(inputs, targets, weight)

@@ -74,9 +74,9 @@ class _Sample:
 class Fidelity(AbstractContextManager["Fidelity"]):
     """Watches an executor while it is open, and compares the gradients of every ``every``-th update.
 
-    Training is the same with and without it, bit for bit. ``report`` is given each measurement when it is made;
-    without it they are collected in ``measurements``. Of the micro-batches that are in flight when it is opened
-    nothing is measured.
+    Training is the same with and without it, bit for bit, and ticks that no micro-batch of such an update has a part in
+    can be replayed from a recording. ``report`` is given each measurement when it is made; without it they are
+    collected in ``measurements``. Of the micro-batches that are in flight when it is opened nothing is measured.
     """
 
     def __init__(
@@ -102,19 +102,35 @@ class Fidelity(AbstractContextManager["Fidelity"]):
         self._due: dict[int, tuple[tuple[int, ...], ParameterGradients]] = {}  # stage -> its update in this tick
         self._weights: dict[int, dict[int, list[Tensor]]] = {}  # micro-batch -> stage -> of its forward
         self._copies: dict[int, tuple[int, list[Tensor]]] = {}  # stage -> its last copy, and of which version
+        self.executor.readers.append(self._expect)
         self.executor.announcements.append(self._begin)
-        self.executor.observers.append(self._observe)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.executor.readers.remove(self._expect)
         self.executor.announcements.remove(self._begin)
-        self.executor.observers.remove(self._observe)
+        self._watch(False)
+
+    def _expect(self, number: int) -> None:
+        """Watch as long as a micro-batch of an update that is measured is about to be read, or in the pipeline."""
+        if not self.executor.in_flight:  # all updates have been made
+            self._start, self._base = number, self.executor.stages[-1].updates
+            self._samples.clear()
+        group = (number - self._start) // self.executor.order.accumulate
+        self._watch(bool(self._samples) or (self._base + group + 1) % self.every == 0)
+
+    def _watch(self, watching: bool) -> None:
+        observers, observe = self.executor.observers, self._observe
+        if watching and observe not in observers:
+            observers.append(observe)
+        elif not watching and observe in observers:
+            observers.remove(observe)
 
     def _begin(self, start: int, tick: Tick) -> None:
         """Before a tick: all stages have the weights w^t, and what they will do is known."""
-        self._read(start)
+        self._read()
         due: dict[tuple[int, ...], list[int]] = {}  # stages by the micro-batches of their updates
         for stage in self._trained:
             used = self._used(stage, start, tick)
@@ -137,17 +153,14 @@ class Fidelity(AbstractContextManager["Fidelity"]):
                 used.append(start + action.microbatch)
         return ()
 
-    def _read(self, start: int) -> None:
+    def _read(self) -> None:
         """Keep the new micro-batch if it belongs to an update that is to be measured."""
         executor = self.executor
-        if start != self._start:  # the pipeline was empty, so all updates have been made
-            self._start, self._base = start, executor.stages[-1].updates
-            self._samples.clear()
         if executor.microbatches == self._read_so_far:  # none is read while the pipeline is drained
             return
         self._read_so_far = executor.microbatches
         number = executor.microbatches - 1
-        group, place = divmod(number - start, executor.order.accumulate)
+        group, place = divmod(number - self._start, executor.order.accumulate)
         update = self._base + group + 1
         sample = self._samples.get(number - 1) if place else _Sample(update, {}, {}, {})
         if update % self.every or sample is None:  # None: it was opened after the first of them
