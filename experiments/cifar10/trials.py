@@ -7,8 +7,8 @@ from typing import Any
 
 IMAGES_PER_SECOND = 28_000
 """What two captured trainings of a RevNet-18 came to together on an H200, about."""
-WATCHED_IMAGES_PER_SECOND = 2_000
-"""A guess at the speed of one training of it under `petra fidelity`, whose ticks are not captured."""
+MEASUREMENT_SECONDS = 1.0
+"""A guess at what a comparison of gradients adds: ticks that a watched micro-batch has a part in are not replayed."""
 COST = {"revnet18": 1.0, "resnet18": 1.0, "revnet34": 1.9, "resnet34": 1.9, "revnet50": 3.0, "resnet50": 3.0}
 COST |= {"resnet164-basic": 0.68, "resnet101-cifar": 4.5}
 """What a sample costs, about, in units of RevNet-18. The last two are only operations counted (0.38 and 2.51 billion
@@ -42,8 +42,10 @@ class Trial:
     @property
     def seconds(self) -> float:
         """A guess at the GPU's time."""
-        speed = WATCHED_IMAGES_PER_SECOND if self.watched else IMAGES_PER_SECOND
-        return float(self.options["epochs"] * 50_000 * COST[self.options["model"]] / speed)
+        images = self.options["epochs"] * 50_000
+        measurements = images / self.options["batch_size"] / self.options["every"] if self.watched else 0
+        cost = COST[self.options["model"]]
+        return float(cost * (images / IMAGES_PER_SECOND + measurements * MEASUREMENT_SECONDS))
 
     def arguments(self) -> list[str]:
         """For the command line of petra, without data, device and folder."""
