@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from plans import PLANS, TABLE_4
-from replay import paper_says
+from replay import method_of, paper_says
 from results import DIVERGED, Result, diverged, likeness
 from trials import Trial
 
@@ -175,7 +175,7 @@ def replay(known: Known) -> str:
         backprop = next((t for t in PLANS["replay"] if _is_backprop(t, options["model"])), trial)
         cells = _errors(trial, backprop, known)
         rows.append(
-            [options["model"], options["method"], str(options["stages"]), *cells[:3], paper_says(trial), cells[3]]
+            [options["model"], method_of(trial), str(options["stages"]), *cells[:3], paper_says(trial), cells[3]]
         )
     header = ["network", "method", "K", "best test error", "last", "against backprop", "paper, best", "epochs"]
     return markdown(header, rows) + "\n\n" + _sigmas([t for t in PLANS["replay"] if t.watched], known)
