@@ -220,7 +220,7 @@ def test_a_loss_that_is_not_a_number_is_found_a_little_later():
         ({"method": "delayed", "accumulate": 2}, "stashed weights"),
         ({"method": "gpipe", "accumulate": 2}, "empties the pipeline"),
         ({"method": "ddg"}, "keeps graphs"),
-        ({"method": "dni"}, "synthesizers"),
+        ({"method": "dni"}, "the optimizer of a synthesizer is not fused"),
         ({"method": "delayed", "corrections": ["predict"]}, "predicted weights"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "not fused"),
     ],
@@ -253,6 +253,25 @@ def test_what_is_watched_is_not_replayed():
         step(trainers, x, y)
         assert_same(*trainers)
     assert len(seen) == 10 * 4 * 3
+
+
+def test_synthesizers_learn_in_a_replay(monkeypatch):
+    monkeypatch.setattr("petra.methods.synthesizer.FUSED", ("cpu",))
+    trainers = pair(method="dni")
+    for number, (x, y) in enumerate(data(40)):
+        uneven = 3 if number == 25 else 4
+        step(trainers, x[:uneven], y[:uneven])
+        assert_same(*trainers)
+        if number == 10:
+            saved = [copy.deepcopy(trainer.state_dict()) for trainer in trainers]
+        if number == 20:  # they are in other memory from here on
+            for synthesizer in (s.synthesizer for t in trainers for s in t.stages if not s.last):
+                synthesizer.load_state_dict(copy.deepcopy(synthesizer.state_dict()))
+        if number == 30:
+            for trainer, before in zip(trainers, saved, strict=True):
+                trainer.load_state_dict(before)
+    assert trainers[1].executor.refusal is None
+    assert trainers[1].executor.replayed > 25
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

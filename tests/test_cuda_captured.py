@@ -63,7 +63,10 @@ def test_two_hundred_ticks(order, accumulate):
     assert trainers[1].executor.replayed > 80
 
 
-@pytest.mark.parametrize("method", ["backprop", "reversible", "pareprop", "checkpointed", "delayed", "petra-stashed"])
+@pytest.mark.parametrize(
+    "method",
+    ["backprop", "reversible", "pareprop", "checkpointed", "delayed", "petra-stashed", "features-replay", "dni"],
+)
 def test_other_methods(method):
     trainers = pair(method=method)
     for x, y in data(50):

@@ -49,6 +49,12 @@ def test_methods_without_a_pipeline_have_no_race(method, accumulate):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+def test_synthesizers_have_no_race(accumulate, monkeypatch):
+    monkeypatch.setattr("petra.methods.synthesizer.FUSED", ("cpu",))
+    assert record(method="dni", accumulate=accumulate, stages=4).races == []
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("correction", ["predict", "discrepancy"])
 def test_corrections_have_no_race(correction, order, accumulate):

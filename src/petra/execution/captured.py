@@ -113,6 +113,8 @@ class CapturedExecutor(LocalExecutor):
             self.refusal = "a layer draws random numbers, as dropout does, and a recorded tick would repeat them"
         elif any(p.grad is not None and p.grad.is_sparse for stage in self.stages for p in stage.parameters):
             self.refusal = "some gradients are sparse"
+        elif any(stage.synthesizer is not None and not stage.synthesizer.recordable for stage in self.stages):
+            self.refusal = "the optimizer of a synthesizer is not fused"
         return finished
 
     def _settle(self, steady: Steady) -> None:

@@ -28,6 +28,8 @@ class Fixed:
             if stage.optimizer is not None:
                 states = stage.optimizer.state.values()
                 places += [v.data_ptr() for state in states for v in state.values() if isinstance(v, Tensor)]
+            if stage.synthesizer is not None:
+                places += [v.data_ptr() for v in stage.synthesizer.tensors()]
             if stage.corrected is not None:
                 places += [v.data_ptr() for v in stage.corrected.tensors()]
         return modes, places

@@ -23,8 +23,6 @@ def _of_stage(stage: Stage) -> str | None:
         return "predicted weights are stashed"
     if stage.method.keeps_graphs:
         return f"{stage.method.name} keeps graphs from one tick to the next"
-    if stage.synthesizer is not None:
-        return "synthesizers learn within a tick, which is not recorded"
     if stage.average is not None:
         return "replicas average their gradients"
     for group in groups_of(stage):

@@ -23,6 +23,8 @@ class Remembered:
             if stage.corrected is not None:
                 self._remember(stage.corrected, "_began", "_blank")
                 self._remember(stage.corrected.site, "updates", "rate", "state")
+            if stage.synthesizer is not None:
+                self._remember(stage.synthesizer, "_predicted")
             for parameter in stage.parameters:
                 self._remember(parameter, "grad")
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from petra.reversible.randomness import derived_seed, forked, seed_generators
 from petra.reversible.streams import Gradients, Streams
 
+FUSED = ("cuda",)
+"""Devices on which Adam is one kernel that needs nothing of the host, so that a step can be recorded."""
+
 
 class Synthesizer:
     """M with M(h) ≈ ∂loss/∂h for the outputs h of a stage, and Adam, which makes ‖M(h) - δ‖² small.
@@ -30,6 +33,11 @@ class Synthesizer:
         # With channels last, maps look like others. Those who have them normalise over channels.
         self._tokens = any(isinstance(m, nn.LayerNorm) for layer in layers for m in layer.modules())
         self._predicted: Gradients = ()
+
+    @property
+    def recordable(self) -> bool:
+        """Whether it can learn without the host; not yet, before there is a network."""
+        return self.optimizer is not None and all(group["capturable"] for group in self.optimizer.param_groups)
 
     def predict(self, streams: Streams) -> Gradients:
         """A gradient for each stream that can have one; the graph of the prediction is kept until `learn`."""
@@ -112,7 +120,8 @@ class Synthesizer:
             for parameter in last.parameters():
                 nn.init.zeros_(parameter)
         self.network = nn.Sequential(*layers, last).to(device, dtype)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=self._learning_rate)
+        fused, rate = device.type in FUSED, self._learning_rate
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=rate, fused=fused, capturable=fused)
 
 
 def _fit(features: list[Tensor], maps: bool, tokens: bool) -> bool:
