@@ -231,7 +231,10 @@ class Trainer:
         With replicas, each of them gives its own share of the batches, and all hear the result of the whole.
         """
         measure = self.loss if loss is None else loss
-        total, correct, answers, samples, classifies = 0.0, 0, 0, 0, True
+        answers, samples, classifies = 0, 0, True
+        # Sums stay on the device to the end: to read them at every batch would make the host wait for it.
+        total: Any = 0.0
+        correct: Any = 0
         for x, y in batches:
             outputs, targets = self.predict(x), y.to(self.device)
             if outputs is None:
@@ -239,12 +242,12 @@ class Trainer:
             samples += len(y)
             count = count_answers(outputs, targets)
             answers += count
-            total += float(measure(outputs, targets)) * count
+            total = total + measure(outputs, targets).double() * count
             right = count_correct(outputs, targets)
             classifies = classifies and right is not None
-            correct += int(right) if right is not None else 0
+            correct = correct + (0 if right is None else right)
         self.transport.flush()
-        total, *counts = self.transport.total([total, correct, not classifies, answers, samples])
+        total, *counts = self.transport.total([float(total), int(correct), not classifies, answers, samples])
         correct, others, answers, samples = (int(count) for count in counts)
         if samples == 0:
             raise ValueError("there is nothing to evaluate: the batches are empty")
