@@ -1,6 +1,7 @@
 """Ticks that are replayed do what ordinary ticks do, bit for bit; graphs are stood in for by recorded operations."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from trainers import make
 
 from petra import models
-from petra.execution import CapturedExecutor, Place
+from petra.execution import CapturedExecutor, GraphRecorder, Place
 from petra.execution.queues import carry_out
 from petra.measure import Fidelity
 from petra.training.preparation import make_recorder
@@ -289,6 +290,21 @@ def test_ticks_between_those_whose_gradients_are_compared_are_replayed(method, a
     assert trainers[1].executor.replayed > 15
     assert watches[0].measurements == watches[1].measurements
     assert len({m.update for m in watches[1].measurements}) >= 2
+
+
+@pytest.mark.parametrize("name", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
+def test_the_pool_of_a_failed_recording_is_left_in_old_and_new_versions_of_pytorch(name, monkeypatch):
+    called = []
+    for other in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
+        monkeypatch.delattr(torch._C, other, raising=False)
+    for known in (name, "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, known, lambda *given, known=known: called.append((known, *given)), raising=False)
+    generator = SimpleNamespace(clone_state=lambda: "cloned", graphsafe_set_state=called.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+    recorder = object.__new__(GraphRecorder)
+    recorder._device, recorder._pool = torch.device("cuda", 0), (0, 1)
+    recorder._tidy_up()
+    assert called == ["cloned", (name, 0, (0, 1)), ("_cuda_releasePool", 0, (0, 1))]
 
 
 @settings(max_examples=100)

@@ -222,6 +222,18 @@ def test_every_so_many_updates_and_nothing_is_left_behind(method):
     assert not trainer.executor.announcements
 
 
+@pytest.mark.parametrize("order", ["low-staleness", "lock-step"])
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_what_is_not_watched_does_not_count_for_what_is(order, k):
+    """Between two measurements, updates are made of micro-batches of which only the first were seen."""
+    found = []
+    for every in (1, 3):
+        trainer = make(network(dropout=False), method="petra", stages=2, order=order, accumulate=k)
+        found.append(watched(trainer, 9 * k + 1, every))
+    assert found[1] == [m for m in found[0] if m.update % 3 == 0]
+    assert [m.update for m in found[1] if m.stage is None] == [3, 6, 9]
+
+
 @pytest.mark.parametrize("method", ["gpipe", *LATE])
 def test_opened_in_flight_it_measures_what_is_read_from_then_on(method):
     rows = []

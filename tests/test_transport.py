@@ -16,6 +16,7 @@ from petra.execution.envelope import BadMessage, check_label, make_label, payloa
 from petra.execution.processes import Blocks
 from petra.execution.transport import buckets, flat, spread
 from petra.measure import MemoryProbe
+from petra.reversible import Affine, FixedPoint
 from petra.schedule import Action, Deadlock, Kind
 
 TICKS = 14
@@ -114,6 +115,28 @@ def test_a_layer_that_computes_in_bf16_reads_messages_as_they_are(method):
         return trainer.network
 
     assert same_weights(trained(False), trained(True))
+
+
+class Scaled(nn.Conv2d):
+    def forward(self, x):
+        return (0.1 * super().forward(x)).chunk(2, dim=1)
+
+
+@pytest.mark.parametrize("coupling", [FixedPoint, Affine])
+def test_couplings_that_want_float32_have_it(coupling):
+    """Fixed point refuses anything less, and an affine one would round its product and then its sum."""
+    torch.manual_seed(0)
+    network = reversible_network(3)
+    for layer in network[1:-1]:
+        layer.coupling = coupling
+        if coupling is Affine:
+            layer.f, layer.g = Scaled(3, 6, 1), Scaled(3, 6, 1)
+    options = {"autocast": torch.bfloat16, "message_dtype": torch.bfloat16}
+    trainer = make(network, stages=5, **options)
+    assert [stage._as_it_came for stage in trainer.stages] == [True, False, False, False, True]
+    for x, y in batches(10):
+        trainer.step(x, y)
+    trainer.drain()
 
 
 def test_bf16_messages_are_for_float32_networks():

@@ -43,7 +43,7 @@ def main() -> None:
     extra = {name: getattr(options, name) for name in how if name in signature(Run).parameters}
     with tempfile.TemporaryDirectory() as folder:
         run = TimedRun(config, Path(folder) / "run", device=device, quiet=True, **extra)
-        images = run.train.samples
+        images = min(run.train.samples, len(run.train) * config.batch_size)  # without those that are left out
         run()
     ends, starts = run.clock[0::2], run.clock[1::2]  # of training in an epoch; of the next epoch
     epochs = len(ends) - 1

@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from petra.measure import environment
@@ -170,7 +171,9 @@ def end_to_end(rows: list[dict], given: argparse.Namespace, extra: list[str]) ->
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1], "command": command}
     found = {**json.loads(done.stdout.strip().splitlines()[-1]), "command": command[1:]}
-    bare = [r["images_per_second"] for r in rows if r["method"] == "petra" and "images_per_second" in r]
+    order = [value for name, value in pairwise(command) if name == "--order"][-1]
+    same = [r for r in rows if r["method"].split("@")[0] == "petra" and r.get("order") == order]
+    bare = [r["images_per_second"] for r in same if "images_per_second" in r]
     if bare:
         found["of_the_bare_tick"] = found["training_images_per_second"] / max(bare)
     return found

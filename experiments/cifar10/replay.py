@@ -9,7 +9,7 @@ from trials import Trial
 EPOCHS = 60
 """The paper trains 300."""
 EVERY = 200
-"""Updates between two measurements of σ, of which an epoch has 391."""
+"""Updates between two measurements of σ, of which an epoch has 390."""
 PAPER = {
     "accumulate": 1,
     "batch_size": 128,

@@ -65,8 +65,11 @@ class GraphRecorder:
         device = torch.cuda.current_device() if self._device.index is None else self._device.index
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())  # the same numbers to come, and not recording
+        name = "_cuda_endAllocateToPool"
+        if not hasattr(torch._C, name):  # before PyTorch 2.8
+            name = "_cuda_endAllocateCurrentStreamToPool"
         with suppress(RuntimeError):  # where PyTorch has done it
-            torch._C._cuda_endAllocateToPool(device, self._pool)
+            getattr(torch._C, name)(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
 
     @contextmanager

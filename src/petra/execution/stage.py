@@ -86,7 +86,8 @@ class Stage:
         self.message_dtype = message_dtype
         """What float32 travels as to and from the neighbours; None for float32 itself."""
         # What a single layer computes in that precision anyway, it can be given like this: nothing is rounded twice.
-        self._as_it_came = message_dtype == chain.settings.autocast and len(chain.layers) == 1 and synthesizer is None
+        # Fixed point and couplings of several operations want float32.
+        self._as_it_came = message_dtype == chain.settings.autocast and chain.adds and synthesizer is None
         self.average = average
         """Replaces tensors by their mean over the replicas of this stage."""
         self.corrected = corrected

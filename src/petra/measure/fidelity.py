@@ -127,6 +127,8 @@ class Fidelity(AbstractContextManager["Fidelity"]):
             observers.append(observe)
         elif not watching and observe in observers:
             observers.remove(observe)
+            for seen in self._pending.values():
+                seen.clear()  # their updates will not be seen
 
     def _begin(self, start: int, tick: Tick) -> None:
         """Before a tick: all stages have the weights w^t, and what they will do is known."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from petra.reversible.coupling import Coupling
+from petra.reversible.coupling import Additive, Coupling
 from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients, saved_tensors, trainable, vjp
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.network import runs
 from petra.reversible.randomness import derived_seed, forked, random_state, seed_generators
+from petra.reversible.rearrange import Rearrangement
 from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves
 from petra.reversible.unwind import unwind
@@ -90,6 +91,12 @@ class Chain:
         """Whether it is noticed that a layer draws."""
         self.has_drawn = False
         self._seeded: list[Tensor] | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is one layer that does no more to its streams than to add to them, or no reversible one."""
+        couplings = self.layers[0].couplings() if isinstance(self.layers[0], ReversibleLayer) else ()
+        return len(self.layers) == 1 and all(type(c) is Additive or isinstance(c, Rearrangement) for c in couplings)
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the stage, each once."""

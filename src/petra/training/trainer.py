@@ -72,10 +72,11 @@ class Trainer:
     own stages only. ``placement`` is the rank of each stage; if left out, each holds about as many in a row. Where
     the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
     mean gradient of all. ``message_dtype`` is what float32 travels as between stages, to send half as much
-    with ``torch.bfloat16``. ``corrections`` make up for staleness: names like ``"predict"`` or
-    ``"shrink:0.9"``, or objects of `petra.corrections`. On a GPU, in one process and with
-    a fused optimizer, ticks of a full pipeline are recorded as CUDA graphs and replayed, unless ``capture`` is False;
-    True refuses devices where that cannot be. ``executor.refusal`` says why, where ticks of this network cannot be.
+    with ``torch.bfloat16``; if that is ``autocast`` too, stages of one layer take streams as they come.
+    ``corrections`` make up for staleness: names like ``"predict"`` or ``"shrink:0.9"``, or objects of
+    `petra.corrections`. On a GPU, in one process and with a fused optimizer, ticks of a full pipeline are
+    recorded as CUDA graphs and replayed, unless ``capture`` is False; True refuses devices where that cannot be.
+    ``executor.refusal`` says why, where ticks of this network cannot be.
 
     >>> trainer = Trainer(network, loss=nn.functional.cross_entropy, stages=4,
     ...                   optimizer=lambda p: torch.optim.SGD(p, 0.1))       # doctest: +SKIP
