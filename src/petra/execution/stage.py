@@ -85,8 +85,8 @@ class Stage:
         """Whether the stage below needs its outputs back."""
         self.message_dtype = message_dtype
         """What float32 travels as to and from the neighbours; None for float32 itself."""
-        # What a single layer computes in that precision anyway, it can be given like this: nothing is rounded twice.
-        # Fixed point and couplings of several operations want float32.
+        # What a single layer computes in that precision anyway, it can be given like this: one sum is rounded once, to
+        # be sent. Fixed point and couplings of several operations want float32.
         self._as_it_came = message_dtype == chain.settings.autocast and chain.adds and synthesizer is None
         self.average = average
         """Replaces tensors by their mean over the replicas of this stage."""
