@@ -76,10 +76,27 @@ def test_comparisons_take_the_option(tmp_path, standing_in):
     assert standing_in == [None, None, False, False]
 
 
-def test_what_is_watched_for_fidelity_is_not_replayed(tmp_path, standing_in, capsys):
-    assert not main(["fidelity", *SMALL, "--every", "9", "--out", str(tmp_path / "run")])
-    assert capsys.readouterr().err.count("ticks are not replayed: every action is watched") == 1
-    assert summary(tmp_path / "run")["replayed_ticks"] == 0
+def test_what_is_watched_for_fidelity_is_not_replayed_and_the_rest_is(tmp_path, standing_in):
+    rows = {}
+    for every in (1, 20):
+        for given in ([], ["--no-capture"]):
+            folder = tmp_path / f"{every}{given}"
+            command = [
+                "fidelity",
+                *SMALL,
+                "--quiet",
+                "--epochs",
+                "3",
+                "--every",
+                str(every),
+                *given,
+                "--out",
+                str(folder),
+            ]
+            assert not main(command)
+            assert (summary(folder)["replayed_ticks"] > 4) == (every > 1 and not given)
+            rows.setdefault(every, []).append((folder / "fidelity.jsonl").read_text())
+    assert all(a == b != "" for a, b in rows.values())
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "fidelity"])
