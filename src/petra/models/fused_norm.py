@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -99,5 +98,10 @@ def _on_gpu(x: Tensor) -> bool:
 
 @cache
 def _has_triton() -> bool:
-    """It comes with PyTorch for GPUs on most systems."""
-    return find_spec("triton") is not None
+    """It comes with PyTorch for GPUs on most systems; the kernels were never run with one before 3.6."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    major, minor = triton.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (3, 6)
