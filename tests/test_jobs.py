@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from petra.cli.main import main
+from petra.execution import job
 
 SMALL = [
     *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "digits", "--stages", "4"),
@@ -76,20 +78,29 @@ def result(folder):
 
 def start_ranks(logs, *arguments, fault=""):
     """Two ranks in processes that have everything imported already; they write errors into ``logs``."""
+    given = [*SMALL, *map(str, arguments)]
+    return start_two(rank_main, lambda rank: (given, fault, logs[rank]))
+
+
+def start_two(target, arguments):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["petra.cli.main", "sklearn.datasets", "torch._dynamo"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = [*SMALL, *map(str, arguments)]
-    ranks = [context.Process(target=rank_main, args=(rank, store.port, given, fault, logs[rank])) for rank in range(2)]
+    ranks = [context.Process(target=target, args=(rank, store.port, *arguments(rank))) for rank in range(2)]
     for process in ranks:
         process.start()
     return ranks, store
 
 
-def rank_main(rank, port, arguments, fault, log):
+def become_rank(rank, port):
     variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "PETRA_FAULT": fault})
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+
+def rank_main(rank, port, arguments, fault, log):
+    become_rank(rank, port)
+    os.environ["PETRA_FAULT"] = fault
     with open(log, "w") as file:
         os.dup2(file.fileno(), 2)
     sys.exit(main(arguments))
@@ -103,6 +114,32 @@ def go_on(folder, *arguments):
         process.join(LIMIT)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0], [log.read_text() for log in logs]
+
+
+def meet_slowly(rank, port, slow, folder):
+    """Joins a job and leaves, with a rank that is late with its connections."""
+    become_rank(rank, port)
+    if rank == slow:
+        connect = job.ProcessTransport
+
+        def connect_slowly(*given):
+            transport = connect(*given)
+            time.sleep(0.5)
+            (folder / "connected").touch()
+            return transport
+
+        job.ProcessTransport = connect_slowly
+    with job.join(torch.device("cpu")):
+        assert (folder / "connected").exists()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_nobody_can_fail_while_another_still_connects(slow, tmp_path):
+    ranks, _store = start_two(meet_slowly, lambda rank: (slow, tmp_path))
+    for process in ranks:
+        process.join(LIMIT)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
 
 
 @pytest.fixture(scope="module")

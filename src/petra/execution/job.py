@@ -96,6 +96,8 @@ def join(
     names = [str(place) for place in transport.places()]
     watchdog = Watchdog(store, process, names, transport.doing, timeout)
     try:
+        # Nobody goes on, and perhaps fails and leaves, while another still opens its connections.
+        transport.gather(None)
         yield transport
     except orderly:
         _leave(transport, watchdog)
