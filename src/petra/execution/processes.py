@@ -87,21 +87,24 @@ class ProcessTransport(Transport):
         self._asked: deque[tuple[dist.Work, Tensor]] = deque()
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        replicas = self.place.replicas
-        for source, to in sorted(set(pairs) - set(self._groups)):
-            for replica in range(replicas):  # every process has to make every group, in the same order
-                with self._connected(None, "connect to"):
-                    sender, receiver = source * replicas + replica, to * replicas + replica
-                    group = dist.new_group(sorted((sender, receiver)), timeout=self._timeout)
-                    if replica == self.place.replica:
-                        self._groups[source, to] = group
-                    # One number, now: NCCL opens a channel with its first message, and in a tick each of two ranks
-                    # could wait for the other to begin with another one.
-                    number = torch.zeros(1, device=self._wire)
-                    if sender == dist.get_rank():
-                        dist.send(number, receiver, group=group)
-                    elif receiver == dist.get_rank():
-                        dist.recv(number, sender, group=group)
+        with self._connected(None, "connect to"):
+            for source, to in sorted(set(pairs) - set(self._groups)):
+                for replica in range(self.place.replicas):  # every process makes every group, in the same order
+                    self._open(source, to, replica)
+        self.gather(None)  # nobody leaves while another still connects
+
+    def _open(self, source: int, to: int, replica: int) -> None:
+        sender, receiver = source * self.place.replicas + replica, to * self.place.replicas + replica
+        group = dist.new_group(sorted((sender, receiver)), timeout=self._timeout)
+        if replica == self.place.replica:
+            self._groups[source, to] = group
+        # One number, now: NCCL opens a channel with its first message, and in a tick each of two ranks could wait for
+        # the other to begin with another one.
+        number = torch.zeros(1, device=self._wire)
+        if sender == dist.get_rank():
+            dist.send(number, receiver, group=group)
+        elif receiver == dist.get_rank():
+            dist.recv(number, sender, group=group)
 
     def send(self, to: int, label: Action, tensors: Template) -> None:
         message = [t.contiguous().to(self._wire) for t in tensors if t is not None]
