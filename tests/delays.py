@@ -100,9 +100,15 @@ class Stage:
         u = base + max(m - self.n, 0) // self.k
         d = m // self.k - max(m - self.n, 0) // self.k
         w = self.versions[u]
-        if "predict" in self.c and d > 0 and self.velocity[u] is not None:
-            w = [a - self.lr(u) * d * v for a, v in zip(w, self.velocity[u], strict=True)]
+        if {"predict", "coast"} & set(self.c) and d > 0 and self.velocity[u] is not None:
+            steps = d if "predict" in self.c else self.coasting(d)
+            w = [a - self.lr(u) * steps * v for a, v in zip(w, self.velocity[u], strict=True)]
         return w
+
+    def coasting(self, d):
+        r = self.c["coast"] or (self.h["momentum"] if self.h["optimizer"] == "sgd" else 0.9)
+        first = r * r if self.h["optimizer"] == "sgd" and self.h["nesterov"] else r
+        return first * (1 - r**d) / (1 - r)
 
     def backward_weights(self, m):
         d = m // self.k - max(m - self.n, 0) // self.k

@@ -11,27 +11,30 @@ from networks import mixed_network
 from torch import nn
 from trainers import make, same_weights, trained
 
-from petra.corrections import CORRECTIONS, Corrected, Correction, choose, find
+from petra.corrections import CORRECTIONS, Corrected, Correction, Site, choose, find
 from petra.schedule import Kind, Pipelined, Schedule, lock_step, low_staleness
 
 SETS = {
     "none": [],
     "predict": ["predict"],
+    "coast": ["coast"],
     "spike": ["spike"],
     "shrink": ["shrink:0.7"],
     "reschedule": ["reschedule:4"],
     "discrepancy": ["discrepancy:0.3"],
     "predict and spike": ["predict", "spike"],
+    "coast by a factor, and reschedule": ["coast:0.6", "reschedule:3"],
     "predict, spike, shrink and reschedule": ["predict", "spike", "shrink:0.8", "reschedule:5"],
     "spike, reschedule and discrepancy": ["spike", "reschedule:3", "discrepancy"],
 }
+DEFAULTS = {"discrepancy": 0.135}
 STASHING = ("delayed", "petra-stashed")
 
 
 def plain(names):
     """Name -> parameter, from the text alone."""
-    found = dict(name.split(":") if ":" in name else (name, "0.135") for name in names)
-    return {name: float(value) for name, value in found.items()}
+    found = dict(name.split(":") if ":" in name else (name, DEFAULTS.get(name)) for name in names)
+    return {name: value and float(value) for name, value in found.items()}
 
 
 def check_against_formulas(blocks, k, order, runs, method, names, optimizer, nesterov=True, clip=None):
@@ -177,7 +180,7 @@ def test_where_something_is_stale_something_changes(name):
     assert not same_weights(corrected, trained(twin, stages=3))
 
 
-@pytest.mark.parametrize("name", ["predict", "discrepancy"])
+@pytest.mark.parametrize("name", ["predict", "coast", "discrepancy"])
 def test_weights_come_back_to_the_bit_and_stay_where_they_are(name):
     """Many forwards and backwards between two updates, none of which leaves a trace in the weights."""
     trainer = make(mixed_network(), stages=3, accumulate=4, order="lock-step", corrections=[name])
@@ -205,6 +208,26 @@ def test_weights_come_back_to_the_bit_and_stay_where_they_are(name):
         trainer.step(torch.randn(3, 2, 4, 4), torch.randint(4, (3,)))
     assert any(swapped)
     assert [p.data_ptr() for p in parameters] == identities
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("delay", [1, 2, 9])
+def test_coasting_ends_where_momentum_leads_without_new_gradients(nesterov, delay):
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(5, dtype=torch.float64))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9, nesterov=nesterov)
+    site = Site([parameter], optimizer, delay)
+    for _ in range(3):
+        parameter.grad = torch.randn(5, dtype=torch.float64)
+        optimizer.step()
+        site.updates += 1
+    (guess,) = find("coast").forward_weights(site, delay)
+    (further,) = find("predict").forward_weights(site, delay)
+    for _ in range(delay):
+        parameter.grad = torch.zeros(5, dtype=torch.float64)
+        optimizer.step()
+    torch.testing.assert_close(guess, parameter.detach(), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(further, guess)
 
 
 def test_weights_come_back_when_a_layer_fails():
@@ -309,10 +332,13 @@ def test_parameters_without_momentum_or_gradient():
         (["discrepancy"], {"method": "delayed"}, "delayed goes backward with the weights of its forward"),
         (["discrepancy"], {"method": "petra-stashed"}, "leave it out, or choose petra or checkpointed"),
         (["predict", "discrepancy"], {}, "choose one of them"),
+        (["coast", "discrepancy"], {}, "coast brings the forward"),
+        (["predict", "coast"], {}, "two guesses at the same weights: choose one of them"),
         (["spike", "spike"], {}, "spike is given more than once"),
         (["shrink:0.5", "shrink:0.9"], {}, "shrink is given more than once"),
         (["predct"], {}, "did you mean 'predict'"),
         (["predict:3"], {}, "predict takes none"),
+        (["coast:1.5"], {}, "coast:1.5 moves by a sum of powers: give a factor above 0 and up to 1"),
         (["reschedule"], {}, "reschedule needs a parameter: write it like reschedule:1000"),
         (["reschedule:0"], {}, "give 1 or more"),
         (["reschedule:2.5"], {}, "write it like reschedule:1000"),
@@ -322,6 +348,7 @@ def test_parameters_without_momentum_or_gradient():
         (["discrepancy:1"], {}, "0 or more and less than 1"),
         ("predict", {}, "give a list of names"),
         (["predict"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "momentum of SGD, which is 0"),
+        (["coast"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "or leave coast out"),
         (["predict"], {"optimizer": torch.optim.RMSprop}, "not RMSprop"),
         (["predict"], {"optimizer": torch.optim.NAdam}, "not NAdam"),
         (["spike"], {"optimizer": torch.optim.AdamW}, "not for AdamW"),

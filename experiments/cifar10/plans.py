@@ -83,9 +83,9 @@ def _table4() -> list[Trial]:
     ]
 
 
-_MAIN = ("", "predict", "predict,spike", "predict,shrink:0.95")
-_OTHERS: tuple[str, ...] = ("spike", "shrink:0.95", "shrink:0.9", "shrink:0.8", "reschedule:3910", "discrepancy:0.135")
-_OTHERS += ("predict,reschedule:3910", "discrepancy:0.135,reschedule:3910", "predict,shrink:0.8")
+_MAIN = ("", "predict", "coast", "coast:0.8")
+_OTHERS: tuple[str, ...] = ("spike", "predict,spike", "shrink:0.95", "shrink:0.8", "reschedule:3910")
+_OTHERS += ("discrepancy:0.135", "coast:0.8,shrink:0.95", "discrepancy:0.135,reschedule:3910")
 
 
 def _corrected(order: str, correct: str, seed: int = 0) -> Trial:
@@ -99,7 +99,7 @@ def _corrections() -> list[Trial]:
         plan.append(_corrected("lock-step", "", seed))
         if seed == 0:
             plan += [_corrected("low-staleness", c) for c in _OTHERS]
-    return plan + [_corrected("lock-step", c) for c in ("predict", "predict,spike")]
+    return plan + [_corrected("lock-step", c) for c in ("predict", "coast:0.8", "predict,spike")]
 
 
 def _fidelity() -> list[Trial]:

@@ -3,7 +3,7 @@
 from petra.corrections.corrected import Corrected
 from petra.corrections.correction import Correction, Site
 from petra.corrections.pipemare import Discrepancy, Reschedule
-from petra.corrections.predict import Predict
+from petra.corrections.predict import Coast, Predict
 from petra.corrections.rates import rates
 from petra.corrections.registry import CORRECTIONS, choose, find
 from petra.corrections.shrink import Shrink
@@ -11,6 +11,7 @@ from petra.corrections.spike import Spike
 
 __all__ = [
     "CORRECTIONS",
+    "Coast",
     "Corrected",
     "Correction",
     "Discrepancy",

@@ -74,4 +74,5 @@ class Correction:
         """After all others have changed the step."""
 
     def __str__(self) -> str:
-        return ":".join([self.name, *map(str, astuple(self) if is_dataclass(self) else ())])
+        given: tuple[Any, ...] = astuple(self) if is_dataclass(self) else ()
+        return ":".join([self.name, *(str(value) for value in given if value is not None)])

@@ -1,4 +1,4 @@
-"""Linear weight prediction (Kosson et al., "Pipelined Backpropagation at Scale", 2021)."""
+"""Weight prediction: linear (Kosson et al., "Pipelined Backpropagation at Scale", 2021), or by momentum alone."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ class Predict(Correction):
         if isinstance(optimizer, torch.optim.SGD):
             if not all(group["momentum"] for group in optimizer.param_groups):
                 raise ValueError(
-                    "predict follows the momentum of SGD, which is 0: give a momentum, or leave predict out"
+                    f"{self.name} follows the momentum of SGD, which is 0: give a momentum, or leave {self.name} out"
                 )
         elif not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ValueError(
-                f"predict knows where SGD with momentum, Adam and AdamW move, not {type(optimizer).__name__}: "
-                "use one of them, or leave predict out"
+                f"{self.name} knows where SGD with momentum, Adam and AdamW move, not {type(optimizer).__name__}: "
+                f"use one of them, or leave {self.name} out"
             )
+
+    def steps(self, delay: int, group: dict[str, Any]) -> float:
+        """How many steps along v are made in ``delay`` updates."""
+        return delay
 
     @torch.no_grad()
     def forward_weights(self, site: Site, delay: int) -> Weights | None:
@@ -43,8 +47,33 @@ class Predict(Correction):
         found: dict[Tensor, Tensor] = {}
         for parameter, group in site.groups():
             v = _velocity(site.optimizer, parameter, group)
-            found[parameter] = parameter.clone() if v is None else parameter - rate_of(group, site.rate) * delay * v
+            ahead = rate_of(group, site.rate) * self.steps(delay, group)
+            found[parameter] = parameter.clone() if v is None else parameter - ahead * v
         return [found.get(p, p.data) for p in site.parameters]
+
+
+@dataclass(frozen=True)
+class Coast(Predict):
+    """Forward with θ - lr·(r + r² + … + r^d)·v, one more r with Nesterov's momentum; r is that of the optimizer, m.
+
+    `Predict` takes v for what every update will move by. That holds for the mean gradient, but most of a batch's
+    gradient is noise, which the next batch does not repeat: with r = m this is where momentum alone leads. A smaller
+    r allows for gradients that pull back what noise has moved.
+    """
+
+    decay: float | None = None
+
+    name = "coast"
+    summary = "forward with the weights that momentum alone (or a factor of its own) leads to"
+    example = "coast:0.8"
+
+    def __post_init__(self) -> None:
+        if self.decay is not None and not 0 < self.decay <= 1:
+            raise ValueError(f"coast:{self.decay:g} moves by a sum of powers: give a factor above 0 and up to 1")
+
+    def steps(self, delay: int, group: dict[str, Any]) -> float:
+        r = self.decay or float(group["momentum"] if "momentum" in group else group["betas"][0])
+        return sum(r ** (i + bool(group.get("nesterov"))) for i in range(1, delay + 1))
 
 
 def _velocity(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor | None:

@@ -7,13 +7,13 @@ from dataclasses import fields
 
 from petra.corrections.correction import Correction
 from petra.corrections.pipemare import Discrepancy, Reschedule
-from petra.corrections.predict import Predict
+from petra.corrections.predict import Coast, Predict
 from petra.corrections.shrink import Shrink
 from petra.corrections.spike import Spike
 from petra.names import unknown
 
 CORRECTIONS: dict[str, type[Correction]] = {
-    kind.name: kind for kind in (Predict, Spike, Shrink, Reschedule, Discrepancy)
+    kind.name: kind for kind in (Predict, Coast, Spike, Shrink, Reschedule, Discrepancy)
 }
 """All corrections by name."""
 
@@ -45,9 +45,12 @@ def choose(asked: Iterable[str | Correction]) -> list[Correction]:
     names = [c.name for c in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{twice[0]} is given more than once: give it once")
-    if {"predict", "discrepancy"} <= set(names):
-        raise ValueError(
-            "predict brings the forward to the weights of the backward, and discrepancy the backward to those of the "
-            "forward: choose one of them"
-        )
+    if {"predict", "coast"} <= set(names):
+        raise ValueError("predict and coast are two guesses at the same weights: choose one of them")
+    for name in ("predict", "coast"):
+        if {name, "discrepancy"} <= set(names):
+            raise ValueError(
+                f"{name} brings the forward to the weights of the backward, and discrepancy the backward to those of "
+                "the forward: choose one of them"
+            )
     return chosen
