@@ -1,6 +1,7 @@
 """Ticks that are replayed do what ordinary ticks do, bit for bit; graphs are stood in for by recorded operations."""
 
 import copy
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -305,6 +306,46 @@ def test_the_pool_of_a_failed_recording_is_left_in_old_and_new_versions_of_pytor
     recorder._device, recorder._pool = torch.device("cuda", 0), (0, 1)
     recorder._tidy_up()
     assert called == ["cloned", (name, 0, (0, 1)), ("_cuda_releasePool", 0, (0, 1))]
+
+
+def test_a_failed_recording_leaves_the_stream_that_was_there(monkeypatch):
+    """PyTorch stays on the stream of the recording when CUDA ends it."""
+    here = ["default"]
+
+    @contextmanager
+    def stream(other):
+        before, here[0] = here[0], other
+        try:
+            yield
+        finally:
+            here[0] = before
+
+    class Invalidated:
+        def capture_begin(self, *pool, **how):
+            assert here == ["recording"]
+
+        def capture_end(self):
+            raise RuntimeError("capture was invalidated")
+
+    def fail():
+        raise ValueError("no")
+
+    def nothing(*given):
+        return nullcontext()
+
+    for name, stand_in in {"CUDAGraph": Invalidated, "stream": stream, "device": nothing}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: here[0])
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", nothing, raising=False)
+    monkeypatch.setattr(GraphRecorder, "_tidy_up", nothing)
+    recorder = object.__new__(GraphRecorder)
+    recorder._device, recorder._pool = torch.device("cuda", 0), (0, 1)
+    recorder._stream, recorder._open = "recording", []
+    with pytest.raises(ValueError, match="no"):
+        recorder.record(fail)
+    assert here == ["default"]
 
 
 @settings(max_examples=100)
