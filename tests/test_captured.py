@@ -206,6 +206,42 @@ def test_modes_that_change_are_noticed():
     assert trainers[1].executor.replayed > 5
 
 
+def test_settings_of_an_optimizer_that_change_are_noticed():
+    """A learning rate is read at every replay; momentum and weight decay are what they were in the recording."""
+    trainers = pair()
+    for number, (x, y) in enumerate(data(40)):
+        for group in (g for t in trainers for stage in t.stages for g in stage.optimizer.param_groups):
+            group["momentum"] = 0.9 if number < 16 else 0.5
+            group["weight_decay"] = 1e-3 if number < 28 else 0.1
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor._recorder.recorded == 3
+    assert trainers[1].executor.replayed > 15
+
+
+def test_momentum_that_changes_all_the_time_is_not_replayed():
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60)
+
+    trainers = pair(scheduler=cycle)
+    for x, y in data(30):
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor.replayed == 0
+
+
+def test_weights_that_are_frozen_or_freed_are_noticed():
+    trainers = pair()
+    for number, (x, y) in enumerate(data(40)):
+        if number in (16, 28):
+            for trainer in trainers:
+                for parameter in trainer.stages[1].parameters:
+                    parameter.requires_grad_(number == 28)
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor._recorder.recorded == 3
+
+
 def test_a_loss_that_is_not_a_number_is_found_a_little_later():
     _, replaying = pair()
     for x, y in data(16):

@@ -26,7 +26,7 @@ class Program:
 
     repeat: Repeat
     fixed: Any
-    """What must not have changed since: modes of modules, and where weights and the optimizer's state lie."""
+    """What must not have changed since: modes, settings, and where weights and the optimizer's state lie."""
     before: Any
     """Which micro-batches waited where, counted from the one that was read."""
     inputs: Streams
