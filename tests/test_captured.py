@@ -312,6 +312,24 @@ def test_synthesizers_learn_in_a_replay(monkeypatch):
     assert trainers[1].executor.replayed > 25
 
 
+@pytest.mark.parametrize(("here", "there"), [((), ("cpu",)), (("cpu",), ())], ids=["to a GPU", "from a GPU"])
+def test_synthesizers_of_another_device_learn_as_it_is_done_here(here, there, monkeypatch):
+    """A GPU has another kind of Adam than the CPU, whatever a checkpoint was written by."""
+    monkeypatch.setattr("petra.methods.synthesizer.FUSED", here)
+    saved, _ = pair(method="dni")
+    for x, y in data(3):
+        saved.step(x, y)
+    monkeypatch.setattr("petra.methods.synthesizer.FUSED", there)
+    _, loaded = pair(method="dni")
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    synthesizers = [stage.synthesizer for stage in loaded.stages if not stage.last]
+    assert [s.recordable for s in synthesizers] == [bool(there)] * 3
+    assert [s.optimizer.param_groups[0]["fused"] for s in synthesizers] == [bool(there)] * 3
+    for x, y in data(10):
+        loaded.step(x, y)
+    assert (loaded.executor.replayed > 5) is bool(there)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("method", ["petra", "backprop", "features-replay"])
 def test_ticks_between_those_whose_gradients_are_compared_are_replayed(method, accumulate):
