@@ -1,6 +1,8 @@
 """Ticks that are replayed do what ordinary ticks do, bit for bit; graphs are stood in for by recorded operations."""
 
 import copy
+import gc
+import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -167,6 +169,21 @@ def test_a_state_that_was_loaded_is_what_is_replayed():
         assert_same(*trainers)
     assert trainers[1].executor._recorder.recorded == 1
     assert trainers[1].executor.replayed > 15
+
+
+def test_memory_is_given_back_with_the_trainer():
+    """At once: collectors of garbage look only at the host's memory, and know nothing of what a GPU has."""
+    _, replaying = pair()
+    for x, y in data(16):
+        replaying.step(x, y)
+    assert replaying.executor.replayed > 0
+    alive = weakref.ref(replaying.executor)
+    gc.disable()
+    try:
+        del replaying, _
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pipeline_that_fills_again_is_replayed_without_being_recorded_again():
