@@ -1,6 +1,9 @@
 """Ticks that are replayed do what ordinary ticks do, bit for bit; graphs are stood in for by recorded operations."""
 
 import copy
+import gc
+import weakref
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -168,6 +171,21 @@ def test_a_state_that_was_loaded_is_what_is_replayed():
     assert trainers[1].executor.replayed > 15
 
 
+def test_memory_is_given_back_with_the_trainer():
+    """At once: collectors of garbage look only at the host's memory, and know nothing of what a GPU has."""
+    _, replaying = pair()
+    for x, y in data(16):
+        replaying.step(x, y)
+    assert replaying.executor.replayed > 0
+    alive = weakref.ref(replaying.executor)
+    gc.disable()
+    try:
+        del replaying, _
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def test_a_pipeline_that_fills_again_is_replayed_without_being_recorded_again():
     trainers = pair()
     for x, y in data(20):
@@ -203,6 +221,42 @@ def test_modes_that_change_are_noticed():
         step(trainers, x, y)
         assert_same(*trainers)
     assert trainers[1].executor.replayed > 5
+
+
+def test_settings_of_an_optimizer_that_change_are_noticed():
+    """A learning rate is read at every replay; momentum and weight decay are what they were in the recording."""
+    trainers = pair()
+    for number, (x, y) in enumerate(data(40)):
+        for group in (g for t in trainers for stage in t.stages for g in stage.optimizer.param_groups):
+            group["momentum"] = 0.9 if number < 16 else 0.5
+            group["weight_decay"] = 1e-3 if number < 28 else 0.1
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor._recorder.recorded == 3
+    assert trainers[1].executor.replayed > 15
+
+
+def test_momentum_that_changes_all_the_time_is_not_replayed():
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60)
+
+    trainers = pair(scheduler=cycle)
+    for x, y in data(30):
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor.replayed == 0
+
+
+def test_weights_that_are_frozen_or_freed_are_noticed():
+    trainers = pair()
+    for number, (x, y) in enumerate(data(40)):
+        if number in (16, 28):
+            for trainer in trainers:
+                for parameter in trainer.stages[1].parameters:
+                    parameter.requires_grad_(number == 28)
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor._recorder.recorded == 3
 
 
 def test_a_loss_that_is_not_a_number_is_found_a_little_later():
@@ -275,6 +329,24 @@ def test_synthesizers_learn_in_a_replay(monkeypatch):
     assert trainers[1].executor.replayed > 25
 
 
+@pytest.mark.parametrize(("here", "there"), [((), ("cpu",)), (("cpu",), ())], ids=["to a GPU", "from a GPU"])
+def test_synthesizers_of_another_device_learn_as_it_is_done_here(here, there, monkeypatch):
+    """A GPU has another kind of Adam than the CPU, whatever a checkpoint was written by."""
+    monkeypatch.setattr("petra.methods.synthesizer.FUSED", here)
+    saved, _ = pair(method="dni")
+    for x, y in data(3):
+        saved.step(x, y)
+    monkeypatch.setattr("petra.methods.synthesizer.FUSED", there)
+    _, loaded = pair(method="dni")
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    synthesizers = [stage.synthesizer for stage in loaded.stages if not stage.last]
+    assert [s.recordable for s in synthesizers] == [bool(there)] * 3
+    assert [s.optimizer.param_groups[0]["fused"] for s in synthesizers] == [bool(there)] * 3
+    for x, y in data(10):
+        loaded.step(x, y)
+    assert (loaded.executor.replayed > 5) is bool(there)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("method", ["petra", "backprop", "features-replay"])
 def test_ticks_between_those_whose_gradients_are_compared_are_replayed(method, accumulate):
@@ -305,6 +377,46 @@ def test_the_pool_of_a_failed_recording_is_left_in_old_and_new_versions_of_pytor
     recorder._device, recorder._pool = torch.device("cuda", 0), (0, 1)
     recorder._tidy_up()
     assert called == ["cloned", (name, 0, (0, 1)), ("_cuda_releasePool", 0, (0, 1))]
+
+
+def test_a_failed_recording_leaves_the_stream_that_was_there(monkeypatch):
+    """PyTorch stays on the stream of the recording when CUDA ends it."""
+    here = ["default"]
+
+    @contextmanager
+    def stream(other):
+        before, here[0] = here[0], other
+        try:
+            yield
+        finally:
+            here[0] = before
+
+    class Invalidated:
+        def capture_begin(self, *pool, **how):
+            assert here == ["recording"]
+
+        def capture_end(self):
+            raise RuntimeError("capture was invalidated")
+
+    def fail():
+        raise ValueError("no")
+
+    def nothing(*given):
+        return nullcontext()
+
+    for name, stand_in in {"CUDAGraph": Invalidated, "stream": stream, "device": nothing}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: here[0])
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", nothing, raising=False)
+    monkeypatch.setattr(GraphRecorder, "_tidy_up", nothing)
+    recorder = object.__new__(GraphRecorder)
+    recorder._device, recorder._pool = torch.device("cuda", 0), (0, 1)
+    recorder._stream, recorder._open = "recording", []
+    with pytest.raises(ValueError, match="no"):
+        recorder.record(fail)
+    assert here == ["default"]
 
 
 @settings(max_examples=100)

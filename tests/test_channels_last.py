@@ -192,12 +192,15 @@ def test_the_command_line_has_it_and_remembers_it(tmp_path, capsys):
     assert "--channels-last is for convolutions, and rev-gpt has none" in capsys.readouterr().err
 
 
-def test_benchmark_lets_cudnn_choose(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def test_the_gpu_is_chosen_and_benchmark_lets_cudnn_choose(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for benchmark in (True, False):
         for name in ("benchmark", "deterministic"):
             monkeypatch.setattr(torch.backends.cudnn, name, torch.backends.cudnn.benchmark)
-        options = type("Options", (), {"threads": None, "device": "cuda:0", "benchmark": benchmark})
-        assert set_up_device(options) == torch.device("cuda:0")
+        options = type("Options", (), {"threads": None, "device": "cuda:1", "benchmark": benchmark})
+        assert set_up_device(options) == torch.device("cuda:1")
         assert torch.backends.cudnn.benchmark is benchmark
         assert torch.backends.cudnn.deterministic is not benchmark
+    assert chosen == [torch.device("cuda:1")] * 2  # or memory would be taken on the first

@@ -58,6 +58,7 @@ def test_recipe_of_the_paper():
     config = RunConfig.from_options("petra-cifar10", {"data": "digits"})
     assert (config.model, config.stages, config.batch_size, config.epochs) == ("revnet18", 10, 64, 300)
     assert (config.order, config.weight_decay, config.warmup_epochs) == ("lock-step", 5e-4, 5)
+    assert config.checkpoint_epochs == 10
     assert config.drop_last
     assert config.base_lr == 0.1 * 64 * config.accumulate / 256
 

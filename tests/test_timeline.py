@@ -3,13 +3,14 @@
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from networks import batches, reversible_network
 from trainers import make
 
-from petra.execution import run_together
+from petra.execution import LocalExecutor, run_together
 from petra.measure.timeline import Event, Timeline, Trace, align
 from petra.schedule import Action, Kind, low_staleness
 
@@ -110,3 +111,16 @@ def test_clocks_that_differ_are_aligned(monkeypatch):
     for rank, found in enumerate(run_together(work, RANKS)):
         assert abs(found.offset - 100.0 * rank) <= found.error + 1e-9
         assert found.error < 0.5
+
+
+def test_a_trace_waits_for_the_gpu_that_is_at_work(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    settings = SimpleNamespace(device=torch.device("cuda", 1))
+    stage = SimpleNamespace(index=0, chain=SimpleNamespace(settings=settings))
+    executor = LocalExecutor([stage], low_staleness(1))
+    executor._now()
+    assert waited == []
+    executor.clock = print
+    executor._now()
+    assert waited == [torch.device("cuda", 1)]

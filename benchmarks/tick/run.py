@@ -98,7 +98,8 @@ def how(given: argparse.Namespace) -> list[str]:
     found = []
     for name in ("autocast", "messages"):
         found += [f"--{name}", value] if (value := getattr(given, name)) else []
-    return found + [f"--{n.replace('_', '-')}" for n in ("channels_last", "benchmark") if getattr(given, n)]
+    switches = ("channels_last", "benchmark", "deterministic")
+    return found + [f"--{name.replace('_', '-')}" for name in switches if getattr(given, name)]
 
 
 def measure(case: str, methods: list[str], capture: bool, given: argparse.Namespace) -> list[dict]:
@@ -196,8 +197,9 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--messages", choices=("bf16",))
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--benchmark", action="store_true", help="let cuDNN try its kernels")
+    parser.add_argument("--deterministic", action="store_true", help="cuDNN's deterministic kernels, as `petra train`")
     parser.add_argument("--end-to-end", action="store_true", help="also a whole run, against the first case's ticks")
-    parser.add_argument("--epochs", type=int, default=4, help="of the whole run")
+    parser.add_argument("--epochs", type=int, default=6, help="of the whole run; the first and the last do not count")
     parser.add_argument("--images", type=int, default=50000, help="in an epoch of the whole run")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results")
@@ -206,7 +208,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     if given.smoke:
         given.device, given.width, given.ticks, given.blocks, given.modes = "cpu", 8, 2, 1, ["plain"]
         given.cases = given.plain_cases = ["revnet18:2"]
-        given.images, given.epochs = 64, 2
+        given.images, given.epochs = 64, 3
     return given, arguments[split + 1 :]
 
 

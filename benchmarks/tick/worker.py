@@ -29,6 +29,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--messages", choices=("bf16",))
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--benchmark", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     return parser.parse_args()
 
 
@@ -47,6 +48,7 @@ def sgd(parameters) -> torch.optim.SGD:
 def make(given: argparse.Namespace) -> petra.Trainer:
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = given.benchmark
+    torch.backends.cudnn.deterministic = given.deterministic
     network = petra.models.create(given.model, num_classes=10, width=given.width).to(given.device)
     if given.channels_last:
         network = network.to(memory_format=torch.channels_last)

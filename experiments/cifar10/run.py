@@ -1,6 +1,6 @@
 """The experiments of the PETRA and Features Replay papers on CIFAR-10, several trainings at a time on one GPU.
 
-    python experiments/cifar10/run.py table2 --data path/to/cifar10 --jobs 6 --limit 500 -- --autocast bf16
+    python experiments/cifar10/run.py table2 --data path/to/cifar10 --jobs 6 -- --autocast bf16 --channels-last
     python experiments/cifar10/run.py --list                      # plans, their trainings and how far they are
     python experiments/cifar10/run.py table2 --summarise          # table and figure of what is finished
     python experiments/cifar10/run.py --smoke --jobs 2            # all plans, tiny, on digits and the CPU

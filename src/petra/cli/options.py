@@ -262,9 +262,10 @@ def set_up_device(options: argparse.Namespace) -> torch.device:
     if device.type == "cuda":
         if device.index is None and processes() > 1 and torch.cuda.device_count():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            torch.cuda.set_device(device)
         if (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"--device is {options.device!r}, but that GPU is not here: give cpu or another")
+        if device.index is not None:
+            torch.cuda.set_device(device)  # nothing is to be done on another, nor memory to be taken there
         torch.backends.cudnn.deterministic = not options.benchmark  # the same options give the same weights
         torch.backends.cudnn.benchmark = options.benchmark
     return device

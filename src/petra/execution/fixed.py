@@ -1,4 +1,4 @@
-"""What a recorded tick takes for granted: the modes of modules, and where that which is trained lies."""
+"""What a recorded tick takes for granted: modes, settings of optimizers, and where that which is trained lies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from petra.execution.stage import Stage
+
+_PLAIN = (int, float, str, tuple, type(None))
+"""Settings of an optimizer that are a part of its kernels; its learning rate is in the device's memory."""
 
 
 class Fixed:
@@ -22,14 +25,18 @@ class Fixed:
     def __call__(self) -> Any:
         """The same as before as long as nothing has changed."""
         modes = [module.training for module in self._modules]
+        modes += [p.requires_grad for p in self._parameters]
+        settings: list[Any] = []
         places = [b.data_ptr() for buffers in self._buffers for b in buffers.values() if b is not None]
         places += [p.data_ptr() for p in self._parameters]
         for stage in self._stages:
             if stage.optimizer is not None:
+                for group in stage.optimizer.param_groups:
+                    settings += [v for name, v in group.items() if name != "lr" and isinstance(v, _PLAIN)]
                 states = stage.optimizer.state.values()
                 places += [v.data_ptr() for state in states for v in state.values() if isinstance(v, Tensor)]
             if stage.synthesizer is not None:
                 places += [v.data_ptr() for v in stage.synthesizer.tensors()]
             if stage.corrected is not None:
                 places += [v.data_ptr() for v in stage.corrected.tensors()]
-        return modes, places
+        return modes, settings, places

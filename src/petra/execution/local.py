@@ -186,8 +186,8 @@ class LocalExecutor:
         return self._now()
 
     def _now(self) -> float:
-        if self.clock is not None and self.stages[0].chain.settings.device.type == "cuda":
-            torch.cuda.synchronize()  # a traced action has happened, not only been launched
+        if self.clock is not None and (device := self.stages[0].chain.settings.device).type == "cuda":
+            torch.cuda.synchronize(device)  # a traced action has happened, not only been launched
         return time.perf_counter()
 
     def _take_up(self, stage: int, microbatch: int) -> Streams:

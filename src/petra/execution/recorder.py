@@ -46,6 +46,7 @@ class GraphRecorder:
         try:
             with (
                 torch.cuda.device(self._device),
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),  # to come back to, which a failure forgets
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 try:

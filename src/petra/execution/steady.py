@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ class Program:
 
     repeat: Repeat
     fixed: Any
-    """What must not have changed since: modes of modules, and where weights and the optimizer's state lie."""
+    """What must not have changed since: modes, settings, and where weights and the optimizer's state lie."""
     before: Any
     """Which micro-batches waited where, counted from the one that was read."""
     inputs: Streams
@@ -64,12 +65,13 @@ class Steady:
 
     def __init__(self, executor: LocalExecutor) -> None:
         stages = range(executor.order.stages)
+        owner = weakref.proxy(executor)  # who has this: memory of the GPU is not to wait for a collector of garbage
         self.queues = [
             *(Queue(_member(executor.ups, s), tuple, tuple) for s in stages),
             *(Queue(_member(executor.downs, s), _take_apart, _put_together) for s in stages),
             *(Queue(lambda stage=stage: stage.kept, _inputs_of, _kept) for stage in executor.stages),  # type: ignore[misc]
             *(Queue(lambda s=s: Versions(s.stash), list, list) for s in executor.stages if s.stash is not None),  # type: ignore[misc]
-            Queue(lambda: executor.targets, lambda t: t[0], lambda t: (t, 1.0)),
+            Queue(lambda: owner.targets, lambda t: t[0], lambda t: (t, 1.0)),
         ]
         self.programs: dict[int, Program] = {}
         """By their place in the cycle of accumulation."""

@@ -106,7 +106,9 @@ class Synthesizer:
         assert self.optimizer is not None
         self.network.load_state_dict(state["network"])
         counted = {i: {**s, "step": s["step"].cpu()} for i, s in state["optimizer"]["state"].items()}
-        self.optimizer.load_state_dict({**state["optimizer"], "state": counted})
+        ways = {way: self.optimizer.defaults[way] for way in ("fused", "capturable")}  # of this device
+        groups = [{**group, **ways} for group in state["optimizer"]["param_groups"]]
+        self.optimizer.load_state_dict({"state": counted, "param_groups": groups})
 
     def _make(self, width: int, maps: bool, device: torch.device, dtype: torch.dtype) -> None:
         """The same on every device and in every replica."""
