@@ -243,6 +243,7 @@ BAD = {
     "negative in flight": (["--order", "3,2,1,-1"], "[3, 2, 1, -1]", "must fall from stage to stage"),
     "huge seed": (["--seed", str(10**30)], "--seed is 1000", "less than 2^63"),
     "out is a file": (["--out", __file__], "test_cli.py, which is a file", "give a folder"),
+    "momentum": (["--momentum", "1"], "--momentum is 1.0", "less than 1"),
     "resume and overwrite": (["--resume", "--overwrite"], "not allowed with", "--help"),
 }
 
@@ -263,6 +264,13 @@ def test_bad_input_is_one_line_that_names_value_and_remedy(case, tmp_path, capsy
     assert value in error
     assert remedy in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_of_nothing_says_so(tmp_path, capsys):
+    assert main(["train", "--resume"]) == 2
+    assert "--resume needs --out: give the folder" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(tmp_path / "none")]) == 2
+    assert "none holds no run to resume: give the folder of one" in capsys.readouterr().err
 
 
 class TestRunsThatAreThere:

@@ -118,3 +118,33 @@ class TestErrors:
     def test_nothing_to_evaluate(self):
         with pytest.raises(ValueError, match="nothing to evaluate"):
             make(mixed_network()).evaluate([])
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"loss": "cross_entropy"}, "loss is 'cross_entropy': give a function"),
+            ({"loss": nn.CrossEntropyLoss(reduction="none")}, r"loss is of shape \(3,\): give one number"),
+            ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)}, "optimizer is of type SGD.*lambda"),
+            ({"scheduler": "cosine"}, "scheduler is of type str.*lambda"),
+            ({"accumulate": 1.5}, "accumulate is 1.5: give a whole number"),
+            ({"autocast": "bf16"}, "autocast is 'bf16': give a dtype"),
+            ({"device": "cuda:99"}, "device is cuda:99, but that GPU is not here"),
+            ({"stages": "3"}, "stages is '3': give a whole number"),
+            ({"stages": 2.5}, "stages is 2.5: give a whole number"),
+            ({"stages": 2, "order": [2, 1, 0]}, "order has 3 numbers for 2 stages"),
+        ],
+    )
+    def test_parts_of_another_kind(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            make(mixed_network(), **options).step(torch.randn(3, 2, 4, 4), torch.zeros(3, dtype=torch.long))
+
+    def test_inputs_that_are_no_tensors(self):
+        inputs, targets = torch.randn(3, 2, 4, 4), torch.zeros(3, dtype=torch.long)
+        with pytest.raises(ValueError, match="a ndarray where streams should be: give a tensor"):
+            make(mixed_network()).step(inputs.numpy(), targets)
+        with pytest.raises(ValueError, match="a str where streams should be: give a tensor"):
+            make(mixed_network()).evaluate([{"inputs": inputs, "targets": targets}])
+
+    def test_names_in_capitals(self):
+        with pytest.raises(ValueError, match="no method named 'PETRA': did you mean 'petra'"):
+            make(mixed_network(), method="PETRA")

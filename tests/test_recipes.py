@@ -72,8 +72,13 @@ def test_options_override_recipes():
     assert RunConfig.from_options("digits", {"model": "resnet18"}).model_options == {}
     assert RunConfig.from_options("digits", {"model": "revnet34"}).model_options == {"width": 16}
     assert RunConfig.from_options("petra-cifar10", {"data": "d", "model_options": {"depths": [1]}}).stages == 3
-    with pytest.raises(ValueError, match="--data is missing"):
+    with pytest.raises(ValueError, match="--data is missing: give it, for the recipe petra-cifar10 does not"):
         RunConfig.from_options("petra-cifar10", {})
+
+
+def test_more_replicas_than_samples_are_refused_before_any_is_started():
+    with pytest.raises(ValueError, match="--replicas is 33, but they share micro-batches of 32 samples"):
+        RunConfig.from_options("digits", {"replicas": 33}).validate()
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -252,8 +252,27 @@ def test_in_place_functions_are_refused():
 
 def test_functions_that_change_the_shape_are_refused():
     network = Network(ReversibleResidual(nn.Conv2d(3, 3, 3)))
-    with pytest.raises(ValueError, match=r"turns \(4, 3, 5, 5\) into \(4, 3, 3, 3\)"):
+    with pytest.raises(ValueError, match=r"gives \(4, 3, 3, 3\) for a stream of \(4, 3, 5, 5\)"):
         network(*streams(torch.float32))
+
+
+def test_streams_of_different_shapes_are_told_from_functions_that_change_them():
+    network = Network(ReversibleResidual(nn.Identity()))
+    with pytest.raises(ValueError, match=r"Identity gives \(3, 8\) for a stream of \(4, 8\)"):
+        network(torch.randn(3, 8), torch.randn(4, 8))
+
+
+def test_functions_that_return_more_than_a_tensor_are_refused():
+    network = Network(ReversibleResidual(nn.LSTM(8, 8)))
+    with pytest.raises(ValueError, match="LSTM gives tuple: a residual function returns one tensor"):
+        network(torch.randn(4, 8), torch.randn(4, 8))
+
+
+def test_functions_that_are_no_modules_are_refused():
+    hidden = nn.Linear(8, 8)
+    for make in (ReversibleResidual, lambda f: ReversibleBlock(nn.Identity(), f)):
+        with pytest.raises(ValueError, match=r"is not an nn\.Module: give residual functions as modules"):
+            make(lambda x: hidden(x).tanh())
 
 
 def test_outputs_written_in_place_are_noticed():

@@ -68,9 +68,10 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and say what came out."""
-    folder = options.out or _default_folder(RunConfig.from_options(options.recipe, given(options)))
-    if begun_by_this_job(folder):  # torchrun starts it anew
-        options.resume, options.overwrite, options.out = True, False, folder
+    if not options.resume:
+        folder = options.out or _default_folder(RunConfig.from_options(options.recipe, given(options)))
+        if begun_by_this_job(folder):  # torchrun starts it anew
+            options.resume, options.overwrite, options.out = True, False, folder
     config, folder = configure(options)
     if not 0 < options.timeout < 1e8:
         raise ValueError(f"--timeout is {options.timeout}: give seconds")
@@ -175,6 +176,8 @@ def configure(
         config = replace(config, **{name: asked[name] for name in may_change if name in asked})
         config.validate()
         return config, options.out
+    if options.resume and not {"model", "data"} & asked.keys() and options.recipe is None:
+        raise ValueError(f"{options.out} holds no run to resume: give the folder of one, or say what to train there")
     config = RunConfig.from_options(options.recipe, asked)
     config.validate()
     return config, options.out or _default_folder(config, kind)

@@ -13,6 +13,8 @@ def partition(layers: int, stages: int | Sequence[int]) -> list[range]:
     >>> partition(10, [1, 4, 4, 1])
     [range(0, 1), range(1, 5), range(5, 9), range(9, 10)]
     """
+    if isinstance(stages, str | float):
+        raise ValueError(f"stages is {stages!r}: give a whole number, or a list with the layers of each stage")
     if not isinstance(stages, Sequence):
         stages = int(stages)
         if stages < 1:

@@ -133,6 +133,8 @@ class Stage:
         leaf = leaves(outputs)
         with torch.enable_grad():
             loss = self.loss(single(leaf), targets)
+        if loss.numel() != 1:
+            raise ValueError(f"the loss is of shape {tuple(loss.shape)}: give one number, like the mean over samples")
         if not loss.is_meta and not self.recording:
             check_finite(loss.detach(), microbatch, self.index, "no weight was updated with it")
         gradients = vjp((loss,), leaf, [], (torch.full_like(loss, weight),)).gradients

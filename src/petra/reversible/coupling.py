@@ -149,10 +149,15 @@ class TwoStream(Coupling):
         return found
 
     def _check(self, found: Any, target: Tensor) -> None:
+        if not isinstance(found, Tensor):
+            raise ValueError(
+                f"{type(self.function).__name__} gives {type(found).__name__}: a residual function returns one tensor, "
+                "so wrap modules that return more, such as attention with its weights, in one that returns the first"
+            )
         if found.shape != target.shape:
             raise ValueError(
-                f"{type(self.function).__name__} turns {tuple(target.shape)} into {tuple(found.shape)}: "
-                "a residual function must keep the shape of its stream"
+                f"{type(self.function).__name__} gives {tuple(found.shape)} for a stream of {tuple(target.shape)}: "
+                "a residual function must give the shape of the stream that it is added to"
             )
 
     def _pick(self, given: tuple[T, ...]) -> tuple[T, T, tuple[T, ...]]:

@@ -106,6 +106,7 @@ class ReversibleResidual(CoupledLayer):
 
     def __init__(self, f: nn.Module, coupling: type[TwoStream] = Additive) -> None:
         super().__init__()
+        _refuse_functions(f)
         self.f = f
         self.coupling = coupling
 
@@ -122,9 +123,18 @@ class ReversibleBlock(CoupledLayer):
 
     def __init__(self, f: nn.Module, g: nn.Module, coupling: type[TwoStream] = Additive) -> None:
         super().__init__()
+        _refuse_functions(f, g)
         self.f = f
         self.g = g
         self.coupling = coupling
 
     def couplings(self) -> tuple[Coupling, ...]:
         return (self.coupling(self.f, source=1, target=0), self.coupling(self.g, source=0, target=1))
+
+
+def _refuse_functions(*parts: object) -> None:
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            raise ValueError(
+                f"{part!r} is not an nn.Module: give residual functions as modules, so that their weights are found"
+            )

@@ -23,6 +23,10 @@ def as_streams(output: Tensor | Streams) -> Streams:
     Streams are added to over many layers, and reversible layers subtract again what they added:
     both need the precision, while the residual functions can do with less.
     """
+    if not isinstance(output, Tensor) and not (
+        isinstance(output, tuple | list) and all(isinstance(x, Tensor) for x in output)
+    ):
+        raise ValueError(f"found a {type(output).__name__} where streams should be: give a tensor, or a tuple of them")
     streams = (output,) if isinstance(output, Tensor) else tuple(output)
     if streams and autocast_dtype(streams[0].device) is not None:
         low = (torch.float16, torch.bfloat16)

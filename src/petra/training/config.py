@@ -79,7 +79,8 @@ class RunConfig:
         merged["model_options"] = model_options
         for name in ("model", "data"):
             if name not in merged:
-                raise ValueError(f"--{name} is missing: give it, or a --recipe that brings it")
+                how = f"for the recipe {recipe} does not bring it" if recipe else "or a --recipe that brings it"
+                raise ValueError(f"--{name} is missing: give it, {how}")
         if "drops" in options and merged.get("schedule") == "cosine":
             raise ValueError(f"--drops is {list(options['drops'])}, but the schedule is cosine: leave one of them out")
         if "beta2" in options and merged.get("optimizer") not in ADAPTIVE:
@@ -166,9 +167,14 @@ class RunConfig:
         for name, known in (("optimizer", optimizers.OPTIMIZERS), ("schedule", SCHEDULES)):
             if (value := getattr(self, name)) not in known:
                 raise unknown(name, str(value), known)
-        for name in ("beta2", "label_smoothing") + (("momentum",) if self.optimizer in ADAPTIVE else ()):
+        for name in ("beta2", "label_smoothing", "momentum"):
             if (value := getattr(self, name)) is not None and not 0 <= value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 0 or more and less than 1")
+        if self.replicas > self.batch_size:
+            raise ValueError(
+                f"--replicas is {self.replicas}, but they share micro-batches of {self.batch_size} samples: "
+                "give fewer replicas, or a larger --batch-size"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"--clip-norm is {self.clip_norm}: give a positive norm, or leave it out")
         if any(not 0 <= drop <= 1 for drop in self.drops):

@@ -29,5 +29,5 @@ def choose_order(method: Method, stages: int, accumulate: int, order: str | Sequ
             raise unknown("order", order, ORDERS)
         return ORDERS[order](stages, accumulate)
     if len(order) != stages:
-        raise ValueError(f"in_flight has {len(order)} numbers for {stages} stages: give one for each stage")
+        raise ValueError(f"order has {len(order)} numbers for {stages} stages: give one for each stage")
     return Pipelined(order, accumulate, "in-flight")

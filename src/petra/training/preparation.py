@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,6 +17,29 @@ from petra.schedule import Order
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def check_parts(
+    loss: object, optimizer: object, scheduler: object, accumulate: object, autocast: object, device: torch.device
+) -> None:
+    """Raise ValueError for the first thing that is not of the kind a trainer needs."""
+    if not callable(loss):
+        raise ValueError(f"loss is {loss!r}: give a function of outputs and targets, like nn.functional.cross_entropy")
+    for name, factory, example in (
+        ("optimizer", optimizer, "lambda parameters: torch.optim.SGD(parameters, 0.1)"),
+        ("scheduler", scheduler, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"),
+    ):
+        if factory is not None and not callable(factory):
+            raise ValueError(
+                f"{name} is of type {type(factory).__name__}, but every stage has its own: "
+                f"give a function that makes one, like {example}"
+            )
+    if not isinstance(accumulate, Integral):
+        raise ValueError(f"accumulate is {accumulate!r}: give a whole number of micro-batches per update")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise ValueError(f"autocast is {autocast!r}: give a dtype like torch.bfloat16, or None for float32")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {device}, but that GPU is not here: give cpu or another")
 
 
 def place_stages(stages: int, ranks: int, asked: Sequence[int] | None) -> list[int]:

@@ -33,6 +33,7 @@ from petra.training.preparation import (
     Loss,
     OptimizerFactory,
     SchedulerFactory,
+    check_parts,
     choose_corrections,
     device_of,
     make_corrected,
@@ -112,12 +113,13 @@ class Trainer:
             )
         if clip_norm is not None and clip_norm <= 0:
             raise ValueError(f"clip_norm is {clip_norm}: give a positive norm, or None for no clipping")
+        self.device = torch.device(device) if device is not None else device_of(network)
+        check_parts(loss, optimizer, scheduler, accumulate, autocast, self.device)
         self.method = methods.find(method) if isinstance(method, str) else method
         cuts = partition(len(network), stages)
         self.order = choose_order(self.method, len(cuts), accumulate, order)
         self.corrections = choose_corrections(corrections, self.method)
         self.network = network
-        self.device = torch.device(device) if device is not None else device_of(network)
         self.loss = loss
         self.transport = transport = transport if transport is not None else Alone(self.device)
         place = transport.place
