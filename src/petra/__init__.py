@@ -19,7 +19,7 @@ from petra.reversible import (
     pareprop,
     plain_autograd,
 )
-from petra.training import Evaluation, Trainer
+from petra.training import Evaluation, Trainer, load
 
 __version__ = "0.1.0"
 
@@ -45,6 +45,7 @@ __all__ = [
     "__version__",
     "check_invertible",
     "conversion_report",
+    "load",
     "make_reversible",
     "models",
     "pareprop",

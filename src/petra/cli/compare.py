@@ -16,6 +16,7 @@ from petra.training import checkpoint
 from petra.training.config import RunConfig
 from petra.training.files import refuse_to_overwrite, remove_run
 from petra.training.run import Run
+from petra.training.weights import check_weights
 
 
 def add_to(commands: Any) -> None:
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> None:
         configs[-1].validate()
         if not options.overwrite:
             refuse_to_overwrite(options.out / name, "--overwrite")
+        check_weights(configs[-1].weights, options.out / name)
     refuse_capture(options)
     device = set_up_device(options)
     data = configs[0].load_data()

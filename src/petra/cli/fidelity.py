@@ -17,6 +17,7 @@ from petra.measure.likeness_figure import draw
 from petra.training import checkpoint
 from petra.training.files import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, refuse_to_overwrite, remove_run
 from petra.training.run import Run
+from petra.training.weights import check_weights
 
 
 def add_to(commands: Any) -> None:
@@ -51,6 +52,8 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"{processes()} processes were started: gradients are compared in one process")
     if not (options.resume or options.overwrite):
         refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+    if not options.resume:
+        check_weights(config.weights, folder)
     refuse_capture(options)
     device = set_up_device(options)
     data = config.load_data()

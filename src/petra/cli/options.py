@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +95,13 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     what.add_argument("--model", metavar="NAME", help="network to train; `petra models` lists them")
     add_model_options(what)
     what.add_argument(
+        "--weights",
+        type=lambda text: str(Path(text)),
+        metavar="FOLDER",
+        help="begin with the weights of an earlier run, or of a .safetensors file, and not with random ones: a new "
+        "run, to fine-tune or to train on (--resume continues the same run exactly)",
+    )
+    what.add_argument(
         "--data",
         metavar="SPEC",
         help="digits, synthetic[:CxHxW:CLASSES], text:FILE (by characters), bytes:FILE, or a folder: CIFAR-10/100 "
@@ -169,7 +177,7 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     how.add_argument("--messages", choices=("bf16",), help="precision of what travels between stages (default float32)")
     how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
     where = parser.add_argument_group("where")
-    where.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    add_device_options(where)
     where.add_argument(
         "--capture",
         action=argparse.BooleanOptionalAction,
@@ -180,9 +188,14 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
         action="store_true",
         help="let cuDNN time its algorithms and take the fastest: quicker, but weights may differ from run to run",
     )
-    where.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     where.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard")
     where.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def add_device_options(where: Any) -> None:
+    """Where to compute; `set_up_device` reads them."""
+    where.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    where.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +216,7 @@ _CONFIG = (
     "drop_last",
     *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
     *("label_smoothing", "autocast", "exact", "compile", "channels_last", "messages", "corrections", "seed"),
-    *("replicas", "checkpoint_every", "checkpoint_epochs"),
+    *("replicas", "weights", "checkpoint_every", "checkpoint_epochs"),
 )
 _MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
 
@@ -266,6 +279,7 @@ def set_up_device(options: argparse.Namespace) -> torch.device:
             raise ValueError(f"--device is {options.device!r}, but that GPU is not here: give cpu or another")
         if device.index is not None:
             torch.cuda.set_device(device)  # nothing is to be done on another, nor memory to be taken there
-        torch.backends.cudnn.deterministic = not options.benchmark  # the same options give the same weights
-        torch.backends.cudnn.benchmark = options.benchmark
+        benchmark = getattr(options, "benchmark", False)  # for training only
+        torch.backends.cudnn.deterministic = not benchmark  # the same options give the same weights
+        torch.backends.cudnn.benchmark = benchmark
     return device

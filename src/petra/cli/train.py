@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from petra.training.config import RunConfig
 from petra.training.faults import Fault, fail_at
 from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite, remove_run
 from petra.training.run import Interrupted, Run
+from petra.training.weights import check_weights
 
 MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "order", "replicas")
 """Options that a resumed run may be given anew."""
@@ -38,6 +38,7 @@ def add_to(commands: Any) -> None:
         description="Trains a network with one method; writes metrics, checkpoints, weights and a summary into --out.",
         epilog="Example: petra train --recipe digits --method petra --stages 6 --out runs/digits, or "
         "petra train --model rev-gpt --depth 6 --data text:book.txt --optimizer adamw --schedule cosine. "
+        "With --weights runs/digits a new run begins where that one has ended. "
         "With --ranks 2 it runs on two processes of this machine; torchrun starts it on several machines.",
     )
     add_run_options(parser, with_method=True)
@@ -80,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
     ranks = _ranks(options, config)
     if not (options.resume or options.overwrite):
         refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+    if not options.resume:
+        check_weights(config.weights, folder)
     refuse_capture(options, ranks * config.replicas)
     if processes() == 1 and ranks * config.replicas > 1:
         return launch(options.arguments, ranks * config.replicas)
@@ -165,11 +168,7 @@ def configure(
     asked = given(options)
     written = options.out / CONFIG if options.out is not None else None
     if options.resume and written is not None and written.exists():
-        try:
-            config = RunConfig.from_json(json.loads(written.read_text()))
-            config.validate()
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{written} is damaged ({error}): remove the folder to start anew") from error
+        config = RunConfig.read(written)
         for name, new in _flat(asked).items():
             if name not in may_change and (value := _flat(config.to_json()).get(name)) != new:
                 raise ValueError(f"the run in {options.out} has {name} {value}, not {new}: leave it out to resume")

@@ -1,5 +1,6 @@
-"""Training: the trainer, recipes, data, metrics and checkpoints."""
+"""Training: the trainer, recipes, data, metrics, checkpoints and trained networks."""
 
+from petra.training.trained import load
 from petra.training.trainer import Evaluation, Trainer
 
-__all__ = ["Evaluation", "Trainer"]
+__all__ = ["Evaluation", "Trainer", "load"]

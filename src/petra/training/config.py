@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +62,7 @@ class RunConfig:
     model_options: dict[str, Any] = field(default_factory=dict)
     length: int | None = None
     vocab_size: int | None = None
+    weights: str | None = None
     checkpoint_every: int = 0
     checkpoint_epochs: int = 1
 
@@ -98,6 +102,18 @@ class RunConfig:
         if unknown := set(values) - known:
             raise ValueError(f"the run was written by another version of Petra: unknown {', '.join(sorted(unknown))}")
         return cls(**{**values, "drops": tuple(values["drops"]), "corrections": tuple(values.get("corrections", ()))})
+
+    @classmethod
+    def read(cls, file: Path) -> RunConfig:
+        """From a run's ``config.json``."""
+        try:
+            config = cls.from_json(json.loads(file.read_text()))
+            config.validate()
+            return config
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{file} is damaged ({error}): put back a copy, or remove the folder to start anew"
+            ) from error
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "drops": list(self.drops), "corrections": list(self.corrections)}
@@ -142,9 +158,14 @@ class RunConfig:
             return CosineCurve(self.epochs, updates, self.warmup_epochs)
         return LearningRateCurve(self.epochs, updates, self.warmup_epochs, tuple(self.drops))
 
-    def load_data(self) -> Data:
-        """The data set, in memory."""
-        return load(self.data, seed=self.seed, length=self.length, vocab_size=self.vocab_size)
+    def load_data(self, vocabulary: Sequence[str] = ()) -> Data:
+        """The data set, in memory; of text with its own vocabulary, or with the one that is given."""
+        return load(self.data, seed=self.seed, length=self.length, vocab_size=self.vocab_size, vocabulary=vocabulary)
+
+    def evaluated_at_once(self, data: Data) -> int:
+        """Samples in a batch for evaluation."""
+        # A window of text is many samples in one already.
+        return self.batch_size if "vocab_size" in data.arguments else max(self.batch_size, 256)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

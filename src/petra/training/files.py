@@ -10,9 +10,9 @@ from petra.training import checkpoint
 
 FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
-    *("vocabulary.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
+    *("vocabulary.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
 )
-CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE = FILES
+CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, NETWORK, FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE = FILES
 CHECKPOINTS = "checkpoint"
 
 
@@ -22,6 +22,18 @@ def refuse_to_overwrite(folder: Path, how: str) -> None:
         raise ValueError(f"--out is {folder}, which is a file: give a folder")
     if any((folder / name).exists() for name in (*FILES, CHECKPOINTS)):
         raise ValueError(f"{folder} holds a run already: give {how}, or another --out")
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Raise ValueError unless the folder holds a run that has come to its end."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give the folder of a run")
+    if not (folder / CONFIG).exists():
+        raise ValueError(f"{folder} holds no run: give the folder of one, as `petra train` writes it")
+    if not all((folder / name).exists() for name in (SUMMARY, WEIGHTS)):
+        raise ValueError(
+            f"the run in {folder} has not finished: `petra train --resume --out {folder}` brings it to its end"
+        )
 
 
 def begun_by_this_job(folder: Path) -> bool:

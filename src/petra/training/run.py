@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from petra import models
 from petra.execution import Alone, CapturedExecutor, Diverged, Finished, Transport, run_together
 from petra.execution.job import job_name
 from petra.measure import MemoryProbe, Timeline
-from petra.reversible import FixedPoint
 from petra.training import checkpoint
 from petra.training.config import RunConfig
 from petra.training.data import Batches, Data, fingerprint
@@ -23,13 +21,13 @@ from petra.training.files import (
     CONFIG,
     JOB,
     METRICS,
+    NETWORK,
     SUMMARY,
     TRACE,
     VOCABULARY,
     WEIGHTS,
     refuse_to_overwrite,
 )
-from petra.training.fitting import network_arguments
 from petra.training.loss import cross_entropy
 from petra.training.metrics import MetricsLog
 from petra.training.orders import ORDERS
@@ -37,7 +35,9 @@ from petra.training.position import Position, Watch
 from petra.training.progress import Progress
 from petra.training.stopping import stoppable
 from petra.training.summary import read_summary, summarise
+from petra.training.trained import Blueprint
 from petra.training.trainer import Trainer
+from petra.training.weights import take_weights
 
 
 class Interrupted(Exception):
@@ -47,10 +47,10 @@ class Interrupted(Exception):
 class Run:
     """One run in one folder.
 
-    The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint/``, for text ``vocabulary.json``, and at the end
-    ``summary.json`` and ``weights.safetensors``. With a transport, all ranks make the same run; the one that holds
-    the last stage speaks for all of them. On a GPU in one process, ticks are replayed unless ``capture`` is False; that
-    changes the speed and nothing else.
+    The folder holds ``config.json``, ``network.json``, ``metrics.jsonl``, ``checkpoint/``, for text
+    ``vocabulary.json``, and at the end ``summary.json`` and ``weights.safetensors``. With a transport, all ranks make
+    the same run; the one that holds the last stage speaks for all of them. On a GPU in one process, ticks are replayed
+    unless ``capture`` is False; that changes the speed and nothing else.
     """
 
     def __init__(
@@ -82,19 +82,21 @@ class Run:
         self.train = Batches(
             self._data, "train", config.batch_size, seed=config.seed, drop_last=config.drop_last, **how
         )
-        # A window of text is many samples in one already.
-        at_once = config.batch_size if "vocab_size" in self._data.arguments else max(config.batch_size, 256)
-        self.test = Batches(self._data, "test", at_once, **how)
+        self.test = Batches(self._data, "test", config.evaluated_at_once(self._data), **how)
+        self._blueprint = Blueprint.of(config, self._data)
+        self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport)
+        self._begun = resume and self._checkpoints.exist()  # else the first weights are still to be found
+        self._beginning: str | None = None
         self.trainer = self._trainer(transport, config.stages, config.order, placement, capture)
         self.position = Position()
         self._refusal: str | None = None
         self._replayed = 0
         self._filled_from = 0  # the micro-batch at which this pipeline began to fill
-        self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport)
-        keep = self._restore() if resume and self._checkpoints.exist() else 0
+        keep = self._restore() if self._begun else 0
         transport.gather(None)  # nobody writes before all have read
         if place.speaks:
             checkpoint.write_json(folder / CONFIG, config.to_json())
+            checkpoint.write_json(folder / NETWORK, asdict(self._blueprint))
             if self._data.vocabulary:
                 checkpoint.write_json(folder / VOCABULARY, self._data.vocabulary)
             if name := job_name():
@@ -102,6 +104,8 @@ class Run:
         board = folder / "tensorboard" if tensorboard else None
         self.metrics = MetricsLog(folder / METRICS if place.speaks else None, keep, board)
         self.progress = Progress(config.method, config.epochs, len(self.train), quiet or not place.speaks)
+        if self._beginning is not None:
+            self.progress.say(self._beginning)
         self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
 
     def _trainer(
@@ -114,11 +118,9 @@ class Run:
     ) -> Trainer:
         config = self.config
         torch.manual_seed(config.seed)
-        data = self._data
-        arguments = network_arguments(config.model, data.arguments, config.model_options, data.name)
-        network = models.create(config.model, **arguments)
-        if config.exact:
-            network.use_coupling(FixedPoint)
+        network = self._blueprint.network()
+        if config.weights is not None and not self._begun:
+            self._beginning = take_weights(network, config.weights, self._data.vocabulary)
         if config.channels_last:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if config.compile:

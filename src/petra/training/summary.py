@@ -50,5 +50,5 @@ def read_summary(file: Path) -> dict[str, Any]:
     """What `summarise` gave, from the file that it was written to."""
     try:
         return dict(json.loads(file.read_text()))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}): remove it and resume again") from error

@@ -1,5 +1,6 @@
 """Texts with a class each, as rows of tokens of one length."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,13 @@ class SentenceData:
         return SentenceSplit(self.test_tokens, self.test_labels, device)
 
 
-def read_sentences(folder: Path, length: int | None = None, vocab_size: int | None = None) -> SentenceData | None:
-    """The labelled texts in a folder (see `read_labelled`); None when there are none."""
+def read_sentences(
+    folder: Path, length: int | None = None, vocab_size: int | None = None, entries: Sequence[str] = ()
+) -> SentenceData | None:
+    """The labelled texts in a folder (see `read_labelled`); None when there are none.
+
+    ``entries`` are those of a vocabulary that is there already.
+    """
     found = read_labelled(folder)
     if found is None:
         return None
@@ -98,7 +104,10 @@ def read_sentences(folder: Path, length: int | None = None, vocab_size: int | No
     highest = max(max(train.labels), max(test.labels))
     if highest >= len(train.labels):
         raise ValueError(f"{folder}: label {highest} among {len(train.labels)} sentences: number the classes from 0")
-    vocabulary = Vocabulary.of(train.texts, VOCAB_SIZE if vocab_size is None else vocab_size)
+    if entries:
+        vocabulary = Vocabulary(entries)
+    else:
+        vocabulary = Vocabulary.of(train.texts, VOCAB_SIZE if vocab_size is None else vocab_size)
 
     def part(given: Labelled) -> tuple[Tensor, Tensor]:
         tokens = torch.tensor([vocabulary.encode(text, length) for text in given.texts], device="cpu")

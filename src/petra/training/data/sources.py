@@ -1,7 +1,7 @@
 """Finds a data set by the name or the path a user writes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from petra.training.data.builtin import digits, synthetic
@@ -21,14 +21,22 @@ _IMAGE_FOLDERS: tuple[tuple[Callable[[Path], ImageData | None], str], ...] = (
 )
 
 
-def load(spec: str, *, seed: int = 0, length: int | None = None, vocab_size: int | None = None) -> Data:
+def load(
+    spec: str,
+    *,
+    seed: int = 0,
+    length: int | None = None,
+    vocab_size: int | None = None,
+    vocabulary: Sequence[str] = (),
+) -> Data:
     """The data set that `spec` names (see `describe`); `seed` matters to synthetic data only.
 
     `length` is the number of tokens in a sample of text, `vocab_size` the most entries of a vocabulary of words.
+    Text is read with `vocabulary`, if it is given, and not with one of its own.
     """
     kind, _, rest = spec.partition(":")
     if kind in ("text", "bytes"):
-        return _load_text(kind, rest, length, vocab_size)
+        return _load_text(kind, rest, length, vocab_size, vocabulary)
     if kind in ("digits", "synthetic") and (kind == "synthetic" or not rest):
         _refuse_text_options(spec, length, vocab_size)
         return synthetic(spec, seed) if kind == "synthetic" else digits()
@@ -39,7 +47,7 @@ def load(spec: str, *, seed: int = 0, length: int | None = None, vocab_size: int
         )
     if not os.path.isdir(folder):
         raise ValueError(f"{spec!r} is a file: give the folder that holds it, or text:{spec} to model it as text")
-    if (sentences := read_sentences(Path(folder), length, vocab_size)) is not None:
+    if (sentences := read_sentences(Path(folder), length, vocab_size, vocabulary)) is not None:
         return sentences
     for read, _ in _IMAGE_FOLDERS:
         if (data := read(Path(folder))) is not None:
@@ -61,13 +69,13 @@ def describe() -> list[tuple[str, str]]:
     ]
 
 
-def _load_text(kind: str, path: str, length: int | None, vocab_size: int | None) -> Data:
+def _load_text(kind: str, path: str, length: int | None, vocab_size: int | None, vocabulary: Sequence[str]) -> Data:
     file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {path!r}: give {kind}:FILE with the path of a text")
     if vocab_size is not None:
         raise ValueError(f"--vocab-size is {vocab_size}, but {kind}:FILE has its own vocabulary: leave it out")
-    return read_text(file, "bytes" if kind == "bytes" else "characters", length)
+    return read_text(file, "bytes" if kind == "bytes" else "characters", length, vocabulary)
 
 
 def _refuse_text_options(spec: str, length: int | None, vocab_size: int | None) -> None:

@@ -1,5 +1,6 @@
 """Text to model: a file as one long row of tokens, characters or bytes, of which the last tenth is the test split."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -94,8 +95,13 @@ class TextData:
         return WindowSplit(self.train_tokens if name == "train" else self.test_tokens, self.length, augment, device)
 
 
-def read_text(path: Path, tokens: Literal["characters", "bytes"], length: int | None = None) -> TextData:
-    """A file; the vocabulary is the characters that are in it, in order of their code points, or all 256 bytes."""
+def read_text(
+    path: Path, tokens: Literal["characters", "bytes"], length: int | None = None, known: Sequence[str] = ()
+) -> TextData:
+    """A file; the vocabulary is the characters that are in it, in order of their code points, or all 256 bytes.
+
+    Characters may be given a vocabulary that is ``known`` already.
+    """
     content = path.read_bytes()
     if not content:
         raise ValueError(f"{path} is empty: give a file with text in it")
@@ -104,15 +110,31 @@ def read_text(path: Path, tokens: Literal["characters", "bytes"], length: int | 
     if tokens == "bytes":
         row = np.frombuffer(content, np.uint8).copy()
     else:
-        points = np.frombuffer(decode_utf8(path, content, "or read it as bytes:FILE").encode("utf-32-le"), np.uint32)
-        if points.size == 0:
+        text = decode_utf8(path, content, "or read it as bytes:FILE")
+        if not text:
             raise ValueError(f"{path} is empty but for a byte-order mark: give a file with text in it")
-        found, row = np.unique(points, return_inverse=True)
-        row = row.astype(np.uint8 if len(found) <= 256 else np.int32)
-        vocab_size, vocabulary = len(found), tuple(map(chr, found.tolist()))
+        vocabulary = tuple(known) or tuple(map(chr, np.unique(_points(text)).tolist()))
+        vocab_size, row = len(vocabulary), encode_characters(text, vocabulary, str(path))
+        row = row.astype(np.uint8 if vocab_size <= 256 else np.int32)
     whole = torch.from_numpy(row)
     cut = len(whole) - len(whole) // 10
     return TextData(path.name, whole[:cut], whole[cut:], vocab_size, LENGTH if length is None else length, vocabulary)
+
+
+def encode_characters(text: str, vocabulary: Sequence[str], where: str) -> NDArray[Any]:
+    """The number of each character in a vocabulary that is in order of code points; ``where`` says whose text it is."""
+    points, known = _points(text), np.array([ord(character) for character in vocabulary], np.uint32)
+    found = np.searchsorted(known, points).clip(max=len(known) - 1)
+    if (strange := points[known[found] != points]).size:
+        raise ValueError(
+            f"{where} holds {chr(int(strange[0]))!r}, which is not among the {len(known)} characters that the network "
+            "has been trained on: leave it out"
+        )
+    return found
+
+
+def _points(text: str) -> NDArray[Any]:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 def decode_utf8(path: Path, content: bytes, remedy: str) -> str:

@@ -1,0 +1,168 @@
+"""Runs that begin with the weights of an earlier one."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from data_helpers import refused
+from safetensors.torch import load_file, save_file
+
+from petra.cli.main import main
+from petra.execution import run_together
+from petra.training.config import RunConfig
+from petra.training.run import Run
+
+SMALL = {"model": "revnet18", "model_options": {"width": 4, "depths": [1, 1]}, "data": "digits", "epochs": 1}
+COMMAND = [
+    *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "digits", "--epochs", "1"),
+    *("--device", "cpu", "--threads", "1"),
+]
+
+
+def config(**options):
+    return RunConfig(**{**SMALL, **options})
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("earlier") / "run"
+    Run(config(seed=3, lr=0.5), folder, quiet=True)()
+    return folder
+
+
+def first_weights(config, folder, **options):
+    run = Run(config, folder, quiet=True, **options)
+    run.close()
+    return run.trainer.network.state_dict()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_a_run_begins_with_them(earlier, tmp_path):
+    wanted = load_file(earlier / "weights.safetensors")
+    assert not same(first_weights(config(), tmp_path / "random"), wanted)
+    for number, source in enumerate((earlier, earlier / "weights.safetensors")):
+        assert same(first_weights(config(weights=str(source)), tmp_path / str(number)), wanted)
+
+
+def test_the_run_says_so_once(earlier, tmp_path, capsys):
+    arguments = [*COMMAND, "--weights", f"{earlier}/", "--out", str(tmp_path / "run")]
+    assert main(arguments) == 0
+    error = capsys.readouterr().err
+    assert error.count(f"begins with the weights of {earlier}/weights.safetensors\n") == 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["weights"] == str(earlier)
+    assert main([*arguments, "--resume"]) == 0
+    assert "begins" not in capsys.readouterr().err
+
+
+def test_another_number_of_classes(earlier, tmp_path, capsys):
+    data = {"data": "synthetic:1x8x8:3:64"}
+    run = Run(config(**data, weights=str(earlier)), tmp_path / "run")
+    run.close()
+    assert (
+        "; of another shape there, so drawn anew: head.fc.weight, head.fc.bias"
+        in capsys.readouterr().err.splitlines()[0]
+    )
+    found, wanted = run.trainer.network.state_dict(), load_file(earlier / "weights.safetensors")
+    drawn = first_weights(config(**data), tmp_path / "random")
+    for name, value in found.items():
+        assert torch.equal(value, drawn[name] if name.startswith("head.fc") else wanted[name])
+
+
+def test_weights_that_do_not_fit(earlier, tmp_path):
+    def begin(source, **options):
+        Run(config(weights=str(source), **options), tmp_path / "run", quiet=True)
+
+    with refused("no tensor of", "has the shape that it has in this network"):
+        wide = {
+            name: torch.zeros(*value.shape, 2) for name, value in load_file(earlier / "weights.safetensors").items()
+        }
+        save_file(wide, tmp_path / "wide.safetensors")
+        begin(tmp_path / "wide.safetensors")
+    with refused("weights.safetensors has no ", "give weights of the same network"):
+        begin(earlier, model_options={"width": 4, "depths": [2, 1]})
+    with refused("weights.safetensors has ", "which this network has not"):
+        begin(earlier, model_options={"width": 4, "depths": [1]}, stages=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_are_not_there(earlier, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("not weights, but long enough to be some")
+    unfinished = shutil.copytree(earlier, tmp_path / "unfinished")
+    (unfinished / "weights.safetensors").unlink()
+    run = shutil.copytree(earlier, tmp_path / "run")
+    for source, words in (
+        (tmp_path / "nowhere", "nowhere, which is not there: give the folder of a run, or a .safetensors file"),
+        (tmp_path, "holds no run: give the folder of one"),
+        (unfinished, "has not finished"),
+        (tmp_path / "notes.txt", "notes.txt is damaged, or no safetensors file"),
+        (run, "which the run would write over: give another --out"),
+    ):
+        assert main([*COMMAND, "--weights", str(source), "--overwrite", "--out", str(run)]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert len(error.splitlines()) == 1
+        assert (run / "summary.json").exists()
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_resumed_run_does_not_need_them_and_takes_no_others(earlier, tmp_path, capsys):
+    source = shutil.copytree(earlier, tmp_path / "source")
+    begun = config(weights=str(source), checkpoint_every=3, method="reversible")
+    straight = Run(begun, tmp_path / "straight", quiet=True)()
+    stopped = Run(begun, tmp_path / "stopped", quiet=True)
+
+    def kill(now, action, stage):
+        if now == 8:
+            raise Killed
+
+    stopped.trainer.executor.observers.append(kill)
+    with pytest.raises(Killed):
+        stopped()
+    shutil.rmtree(source)
+    again = ["train", "--resume", "--quiet", "--device", "cpu", "--out", str(tmp_path / "stopped")]
+    assert main([*again, "--weights", str(earlier)]) == 2
+    assert f"has weights {source}, not {earlier}: leave it out to resume" in capsys.readouterr().err
+    for recut in ([], ["--stages", "2"]):
+        folder = shutil.copytree(tmp_path / "stopped", tmp_path / f"resumed{len(recut)}")
+        assert main([*again, *recut, "--out", str(folder)]) == 0
+        assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == straight["weights_sha256"]
+
+
+def test_ranks_begin_with_the_same(earlier, tmp_path):
+    begun = config(weights=str(earlier), method="petra", data="synthetic:1x8x8:3:64", batch_size=16)
+    alone = Run(begun, tmp_path / "alone", quiet=True)()
+    both = run_together(lambda transport: Run(begun, tmp_path / "both", quiet=True, transport=transport)(), ranks=2)
+    assert both[-1]["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_comparisons_begin_with_them(earlier, tmp_path, capsys):
+    arguments = ["compare", *COMMAND[1:], "--methods", "backprop", "petra", "--weights", str(earlier)]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("begins with the weights of") == 2
+
+
+def test_another_vocabulary_is_told(tmp_path, capsys):
+    options = {"width": 4, "depth": 1, "heads": 1}
+    for name, text in (("one", "abcabcabca" * 12), ("two", "abdabdabda" * 12), ("same", "cabcabcabc" * 12)):
+        (tmp_path / f"{name}.txt").write_text(text)
+
+    def run(name, **others):
+        data = f"text:{tmp_path / name}.txt"
+        return Run(
+            config(model="rev-gpt", model_options=options, data=data, length=4, stages=2, **others), tmp_path / name
+        )
+
+    run("one")()
+    for name, told in (("two", True), ("same", False)):
+        capsys.readouterr()
+        run(name, weights=str(tmp_path / "one")).close()
+        said = capsys.readouterr().err
+        assert "begins with the weights of" in said
+        assert ("its vocabulary is another, so tokens stand for other texts" in said) == told
