@@ -50,7 +50,7 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_what_it_promises(finished):
     assert sorted(p.name for p in finished.iterdir()) == [
-        *("checkpoint", "config.json", "metrics.jsonl", "summary.json", "weights.safetensors")
+        *("checkpoint", "config.json", "metrics.jsonl", "network.json", "summary.json", "weights.safetensors")
     ]
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["stages"] == [1, 1, 1, 1]
@@ -206,7 +206,7 @@ def test_schedule_of_any_method(capsys):
     )
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "fidelity", "schedule", "methods"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "generate", "compare", "fidelity", "schedule", "methods"])
 def test_help_explains(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import petra
-from petra.cli import compare, fidelity, lists, plan, plot, schedule, train
+from petra.cli import compare, evaluate, fidelity, generate, lists, plan, plot, schedule, train
 from petra.execution import Diverged
 from petra.execution.job import JobFailed, Spoken, first, met, processes
 from petra.training.run import Interrupted
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"petra {petra.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
-    for command in (train, compare, fidelity, plot, plan, schedule, lists):
+    for command in (train, evaluate, generate, compare, fidelity, plot, plan, schedule, lists):
         command.add_to(commands)
     return parser
 

@@ -34,6 +34,22 @@ def network_arguments(model: str, told: Mapping[str, Any], options: Mapping[str,
     return {**{name: value for name, value in told.items() if name in takes}, **options}
 
 
+def check_fits(model: str, arguments: Mapping[str, Any], told: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a network that was built with ``arguments`` is not for data that tells this of itself.
+
+    That is but for its vocabulary, which data can be read with.
+    """
+    takes = accepted(model)
+    if takes & _TELLING != told.keys() & _TELLING:
+        raise ValueError(f"{model} is for {task(takes)}, but {where} asks for {task(told)}: give data of the same kind")
+    for name in ("in_channels", "image_size", "num_classes"):
+        if name not in told or name not in arguments:
+            continue
+        own, other = arguments[name], told[name]
+        if not (other <= own if name in _AT_LEAST else other == own):
+            raise ValueError(f"the network has {name} {own}, but {where} has {other}: give data of the same kind")
+
+
 def accepted(model: str) -> set[str]:
     """The names of the arguments that a network takes."""
     return set(signature(models.find(model).build).parameters)
