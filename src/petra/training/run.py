@@ -102,6 +102,9 @@ class Run:
         board = folder / "tensorboard" if tensorboard else None
         self.metrics = MetricsLog(folder / METRICS if place.speaks else None, keep, board)
         self.progress = Progress(config.method, config.epochs, len(self.train), quiet or not place.speaks)
+        if 0 < config.epochs <= config.warmup_epochs:
+            warm = f"{config.warmup_epochs:g} epochs of warm-up for {config.epochs} of training"
+            self.progress.say(f"{warm}: the learning rate never gets to its full value (--warmup-epochs)")
         self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
 
     def _trainer(
