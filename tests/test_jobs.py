@@ -6,22 +6,26 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from petra.cli import launch
 from petra.cli.main import main
-from petra.execution import job
+from petra.execution import job, watchdog
 
 SMALL = [
     *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "digits", "--stages", "4"),
     *("--batch-size", "64", "--epochs", "2", "--lr", "0.05", "--warmup-epochs", "1", "--threads", "1"),
-    *("--device", "cpu", "--quiet", "--checkpoint-every", "2", "--timeout", "5"),
+    *("--device", "cpu", "--quiet", "--checkpoint-every", "2", "--timeout", "60"),
 ]
 LIMIT = 120
 
@@ -35,15 +39,14 @@ def start(*arguments, fault=None, program=("-m", "petra")):
 
 
 def end(process):
-    """Wait for a job; exit code and what it said. Nothing hangs, and no process of the job is left."""
+    """Wait for a job; exit code and what it said. No process of it is left, for each holds the pipe it speaks into."""
     try:
         _, error = process.communicate(timeout=LIMIT)
     finally:
-        process.kill()
-        left = [pid for pid in processes_below(process.pid) if pid != process.pid]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-    assert not left
+        if process.poll() is None:  # time is up
+            for pid in processes_below(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
     return process.returncode, error
 
 
@@ -135,11 +138,72 @@ def meet_slowly(rank, port, slow, folder):
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_nobody_can_fail_while_another_still_connects(slow, tmp_path):
-    ranks, _store = start_two(meet_slowly, lambda rank: (slow, tmp_path))
+    meet(meet_slowly, slow, tmp_path)
+
+
+def leave_alone(rank, port, early):
+    """The other rank dies while this one leaves, at the end or early."""
+    become_rank(rank, port)
+
+    def work():
+        with job.join(torch.device("cpu"), timeout=60, orderly=(KeyError,)):
+            if rank == 1:
+                os._exit(0)
+            if early:
+                raise KeyError
+
+    with pytest.raises(job.JobFailed, match="rank 1 is gone or stuck: last heard of in tick 0"):
+        work()
+    os._exit(0)  # the connections to the other would keep it
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_who_is_gone_is_named_to_the_last_moment(early):
+    meet(leave_alone, early)
+
+
+def wait_at_the_store(rank, port):
+    """One rank waits in the process group's store for longer than a rank may be silent."""
+    become_rank(rank, port)
+    with job.join(torch.device("cpu"), timeout=1):
+        if rank == 1:
+            time.sleep(4)
+        dist.new_group([0, 1])
+
+
+def test_a_rank_that_waits_at_the_store_is_not_taken_for_dead():
+    meet(wait_at_the_store)
+
+
+def meet(target, *arguments):
+    ranks, _store = start_two(target, lambda rank: arguments)
     for process in ranks:
         process.join(LIMIT)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
+
+
+class TestLauncher:
+    """Stopping while processes are still being started; none of them is told by chance."""
+
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_asked_to_stop_while_one_is_being_started(self, number, monkeypatch, capfd):
+        started = []
+
+        def start(command, **options):
+            started.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
+            if len(started) == number + 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return started[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
+            assert launch.launch([], 2) == 130
+        assert [process.returncode for process in started] == [-signal.SIGTERM] * (number + 1)
+        assert capfd.readouterr().err == "petra: stopped before there was anything to keep\n"
+
+    def test_the_others_have_time_to_say_why(self):
+        assert watchdog.DOUBT + 2 * watchdog.GONE <= launch.PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +230,7 @@ def test_ranks_and_torchrun_end_with_the_weights_of_one_process(alone, tmp_path)
 def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_path):
     """SIGKILL for a random rank at a random tick: the job is over in seconds, says who is gone, and goes on exactly."""
     chance = random.Random(7)
-    folder = tmp_path / "run"
+    folder, took = tmp_path / "run", []
     for number in range(20):
         killed, tick = chance.randrange(2), 2 + 2 * number + chance.randrange(3)
         logs = [tmp_path / f"{number}.{rank}" for rank in range(2)]
@@ -174,15 +238,16 @@ def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_
         ranks[killed].join(LIMIT)
         died = time.monotonic()
         ranks[1 - killed].join(LIMIT)
-        took = time.monotonic() - died
+        took.append(time.monotonic() - died)
         for process in ranks:
             process.kill()
-        assert took < 10
         assert [ranks[killed].exitcode, ranks[1 - killed].exitcode] == [-signal.SIGKILL, 1]
         assert logs[killed].read_text() == ""
         (line,) = logs[1 - killed].read_text().splitlines()
         assert f"rank {killed} is gone or stuck: last heard of in tick" in line
         assert f"; rank {1 - killed} is in tick" in line
+    assert statistics.median(took) < 10
+    assert max(took) < 40  # on a machine that is very busy, but long before --timeout
     go_on(folder)
     assert result(folder) == alone
 
@@ -211,7 +276,8 @@ def test_a_killed_rank_ends_the_whole_job(tmp_path):
     ],
 )
 def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tmp_path):
-    job = start("--ranks", 2, "--out", tmp_path / "run", fault=fault)
+    limit = 5 if fault.startswith(("hang", "stop")) else 60
+    job = start("--ranks", 2, "--timeout", limit, "--out", tmp_path / "run", fault=fault)
     code, error = end(job)
     assert code in (1, 2)
     assert re.search(says, error), error

@@ -148,15 +148,15 @@ class Run:
 
     def __call__(self) -> dict[str, Any]:
         """Train to the end and return the summary."""
-        try:
-            if self.position.finished and all(self.transport.gather((self.folder / SUMMARY).exists())):
-                return read_summary(self.folder / SUMMARY)
-            with stoppable() as stop:
+        with stoppable() as stop:  # to the very end: what is left after the last epoch is not worth stopping for
+            try:
+                if self.position.finished and all(self.transport.gather((self.folder / SUMMARY).exists())):
+                    return read_summary(self.folder / SUMMARY)
                 while self.position.epoch < self.config.epochs:
                     self._epoch(stop)
-            return self._finish()
-        finally:
-            self.close()
+                return self._finish()
+            finally:
+                self.close()
 
     def close(self) -> None:
         """Leave terminal and files."""
