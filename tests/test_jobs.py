@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -230,7 +229,7 @@ def test_ranks_and_torchrun_end_with_the_weights_of_one_process(alone, tmp_path)
 def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_path):
     """SIGKILL for a random rank at a random tick: the job is over in seconds, says who is gone, and goes on exactly."""
     chance = random.Random(7)
-    folder, took = tmp_path / "run", []
+    folder = tmp_path / "run"
     for number in range(20):
         killed, tick = chance.randrange(2), 2 + 2 * number + chance.randrange(3)
         logs = [tmp_path / f"{number}.{rank}" for rank in range(2)]
@@ -238,16 +237,15 @@ def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_
         ranks[killed].join(LIMIT)
         died = time.monotonic()
         ranks[1 - killed].join(LIMIT)
-        took.append(time.monotonic() - died)
+        took = time.monotonic() - died
         for process in ranks:
             process.kill()
+        assert took < 10
         assert [ranks[killed].exitcode, ranks[1 - killed].exitcode] == [-signal.SIGKILL, 1]
         assert logs[killed].read_text() == ""
         (line,) = logs[1 - killed].read_text().splitlines()
         assert f"rank {killed} is gone or stuck: last heard of in tick" in line
         assert f"; rank {1 - killed} is in tick" in line
-    assert statistics.median(took) < 10
-    assert max(took) < 40  # on a machine that is very busy, but long before --timeout
     go_on(folder)
     assert result(folder) == alone
 
