@@ -100,6 +100,16 @@ def test_a_crash_while_writing_leaves_the_last_one_whole(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
+def test_nothing_is_left_of_one_that_was_killed_while_writing(tmp_path):
+    """What is left would stand in the way of --overwrite."""
+    folder = tmp_path / "checkpoint"
+    for name in ("latest.json", "latest.json.tmp", "000001/run.pt", "000002/stage0.pt.tmp"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    checkpoint.remove_all(folder)
+    assert not folder.exists()
+
+
 def test_what_takes_over_is_on_disk_first(tmp_path, monkeypatch):
     """The file is synced before it is renamed, and the folder after."""
     calls = []

@@ -244,7 +244,7 @@ def test_jobs_end_well_or_badly_or_are_stopped(tmp_path, monkeypatch):
     todo = [job(tmp_path, "good", ""), job(tmp_path, "bad", "print('said this')\nraise SystemExit(2)")]
     todo += [job(tmp_path, f"long{i}", stops) for i in range(3)]
     began = time.monotonic()
-    outcome = jobs.carry_out(todo, at_once=2, limit=1.5)
+    outcome = jobs.carry_out(todo, at_once=2, limit=3.0)
     assert time.monotonic() - began < 30
     assert outcome.done == ["good"]
     assert outcome.failed == {"bad": "said this"}

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import signal
@@ -101,6 +102,24 @@ def test_resume_after_an_interruption(uninterrupted, tmp_path):
         file.write('{"epoch": 1}\n')
     run_in_child(folder)
     assert same(folder, uninterrupted)
+
+
+def test_asked_to_stop_when_all_is_trained_it_ends_what_is_left(tmp_path, monkeypatch):
+    came = []
+    export = checkpoint.export_weights
+
+    def stop_and_export(*given):
+        os.kill(os.getpid(), signal.SIGTERM)
+        export(*given)
+
+    monkeypatch.setattr(checkpoint, "export_weights", stop_and_export)
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        assert train("--epochs", 1, "--out", tmp_path / "run") == 0
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert came == []  # by default it would end the process
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 def restartable(folder):

@@ -10,18 +10,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from petra.cli import launch
 from petra.cli.main import main
-from petra.execution import job
+from petra.execution import job, watchdog
 
 SMALL = [
     *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "digits", "--stages", "4"),
     *("--batch-size", "64", "--epochs", "2", "--lr", "0.05", "--warmup-epochs", "1", "--threads", "1"),
-    *("--device", "cpu", "--quiet", "--checkpoint-every", "2", "--timeout", "5"),
+    *("--device", "cpu", "--quiet", "--checkpoint-every", "2", "--timeout", "60"),
 ]
 LIMIT = 120
 
@@ -35,15 +38,14 @@ def start(*arguments, fault=None, program=("-m", "petra")):
 
 
 def end(process):
-    """Wait for a job; exit code and what it said. Nothing hangs, and no process of the job is left."""
+    """Wait for a job; exit code and what it said. No process of it is left, for each holds the pipe it speaks into."""
     try:
         _, error = process.communicate(timeout=LIMIT)
     finally:
-        process.kill()
-        left = [pid for pid in processes_below(process.pid) if pid != process.pid]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-    assert not left
+        if process.poll() is None:  # time is up
+            for pid in processes_below(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
     return process.returncode, error
 
 
@@ -135,11 +137,72 @@ def meet_slowly(rank, port, slow, folder):
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_nobody_can_fail_while_another_still_connects(slow, tmp_path):
-    ranks, _store = start_two(meet_slowly, lambda rank: (slow, tmp_path))
+    meet(meet_slowly, slow, tmp_path)
+
+
+def leave_alone(rank, port, early):
+    """The other rank dies while this one leaves, at the end or early."""
+    become_rank(rank, port)
+
+    def work():
+        with job.join(torch.device("cpu"), timeout=60, orderly=(KeyError,)):
+            if rank == 1:
+                os._exit(0)
+            if early:
+                raise KeyError
+
+    with pytest.raises(job.JobFailed, match="rank 1 is gone or stuck: last heard of in tick 0"):
+        work()
+    os._exit(0)  # the connections to the other would keep it
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_who_is_gone_is_named_to_the_last_moment(early):
+    meet(leave_alone, early)
+
+
+def wait_at_the_store(rank, port):
+    """One rank waits in the process group's store for longer than a rank may be silent."""
+    become_rank(rank, port)
+    with job.join(torch.device("cpu"), timeout=1):
+        if rank == 1:
+            time.sleep(4)
+        dist.new_group([0, 1])
+
+
+def test_a_rank_that_waits_at_the_store_is_not_taken_for_dead():
+    meet(wait_at_the_store)
+
+
+def meet(target, *arguments):
+    ranks, _store = start_two(target, lambda rank: arguments)
     for process in ranks:
         process.join(LIMIT)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
+
+
+class TestLauncher:
+    """Stopping while processes are still being started; none of them is told by chance."""
+
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_asked_to_stop_while_one_is_being_started(self, number, monkeypatch, capfd):
+        started = []
+
+        def start(command, **options):
+            started.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
+            if len(started) == number + 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return started[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
+            assert launch.launch([], 2) == 130
+        assert [process.returncode for process in started] == [-signal.SIGTERM] * (number + 1)
+        assert capfd.readouterr().err == "petra: stopped before there was anything to keep\n"
+
+    def test_the_others_have_time_to_say_why(self):
+        assert watchdog.DOUBT + 2 * watchdog.GONE <= launch.PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +274,8 @@ def test_a_killed_rank_ends_the_whole_job(tmp_path):
     ],
 )
 def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tmp_path):
-    job = start("--ranks", 2, "--out", tmp_path / "run", fault=fault)
+    limit = 5 if fault.startswith(("hang", "stop")) else 60
+    job = start("--ranks", 2, "--timeout", limit, "--out", tmp_path / "run", fault=fault)
     code, error = end(job)
     assert code in (1, 2)
     assert re.search(says, error), error

@@ -1,10 +1,15 @@
 """Plans: what a profile measures, what a plan promises, and that the promise is kept."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from itertools import combinations, pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from trainers import make, same_weights, sgd
 
 from petra import METHODS, Network, ReversibleBlock, ReversibleResidual
+from petra.cli import trial
 from petra.cli.main import main
 from petra.execution import partition, run_together
 from petra.measure import Forecast, Link, MemoryProbe, Profile, Seconds, StageMemory, make_plan, profile, tick_seconds
@@ -280,6 +286,37 @@ def test_the_command_plans_and_tries(tmp_path):
     )
     assert result["measured"]["tick"] >= max(result["measured"]["own"]) > 0
     assert result["measured"]["basic"] > 0
+
+
+class TestErrorsOfRanks:
+    def test_the_first_one_counts(self, tmp_path):
+        trial._say(1, ValueError("too large"), tmp_path)
+        trial._say(0, RuntimeError("closed by peer"), tmp_path)
+        assert json.loads((tmp_path / trial.ERROR).read_text()) == {"ours": True, "text": "too large"}
+
+    def test_a_rank_that_is_ended_while_it_writes_has_said_nothing(self, tmp_path, monkeypatch):
+        def half(path, text):
+            path.write_bytes(text[:9].encode())
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, "write_text", half)
+        with pytest.raises(KeyboardInterrupt):
+            trial._say(1, ValueError("too large"), tmp_path)
+        assert not (tmp_path / trial.ERROR).exists()
+
+    def test_one_that_was_killed_is_named_whatever_the_others_say(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(trial, "_work", killed)
+        with pytest.raises(RuntimeError, match="rank 1 was ended by SIGKILL"):
+            trial.spawn_ranks(SimpleNamespace(ranks=2), tmp_path)
+
+
+def killed(rank, case, folder):
+    if rank == 0:
+        trial._say(0, RuntimeError("closed by peer"), Path(folder))
+        time.sleep(60)
+    while not Path(folder, trial.ERROR).exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_an_error_of_a_rank_is_one_line(capfd):

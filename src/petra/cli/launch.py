@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-PATIENCE = 6.0
-"""Seconds that the others have to leave by themselves once one of them has failed."""
+PATIENCE = 15.0
+"""Seconds that the others have to leave by themselves once one of them has failed, more than `watchdog.DOUBT`."""
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
@@ -35,6 +35,8 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     usual: dict[int, Any] = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         for rank in range(processes):
+            if asked:
+                break
             variables = {
                 **os.environ,
                 "RANK": str(rank),
@@ -49,6 +51,8 @@ def launch(arguments: Sequence[str], processes: int) -> int:
             # A group of their own: Ctrl-C reaches them once, through this process.
             command = [sys.executable, "-m", "petra", *arguments]
             started.append(subprocess.Popen(command, env=variables, start_new_session=True))  # noqa: S603
+        if asked:  # perhaps while one of them was being started, which has not heard of it
+            forward(asked[0], None)
         return _wait(started, asked)
     finally:
         for process in started:

@@ -27,8 +27,9 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Draw what the folders hold."""
+    found = [read(folder) for folder in options.folders]
     check_plots()
-    draw_runs([read(folder) for folder in options.folders], options.out)
+    draw_runs(found, options.out)
     print(f"{len(options.folders)} runs in {options.out}")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +31,7 @@ from petra.training.loss import cross_entropy
 from petra.training.optimizers import sgd
 from petra.training.orders import choose_order
 
+ERROR = "error.json"
 PATIENCE = timedelta(minutes=5)
 """How long a rank waits for another before it gives up."""
 
@@ -46,7 +49,11 @@ def spawn_ranks(case: Case, folder: Path) -> None:
         while not context.join():
             pass
     except (ProcessRaisedException, ProcessExitedException) as stopped:
-        said = folder / "error.json"
+        for rank, process in enumerate(context.processes):
+            code = process.exitcode or 0
+            if code < 0 and code != -signal.SIGTERM:  # which the others get; what they say is that they miss this one
+                raise RuntimeError(f"rank {rank} was ended by {signal.Signals(-code).name}") from stopped
+        said = folder / ERROR
         if not said.exists():
             raise RuntimeError(f"rank {stopped.error_index} stopped without a word") from stopped
         error = json.loads(said.read_text())
@@ -62,17 +69,25 @@ def _work(rank: int, case: Case, folder: str) -> None:
     torch.set_num_threads(case.threads)
     try:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=case.ranks, timeout=PATIENCE)
-        found = Rank(case, ProcessTransport(timeout=PATIENCE))()
+        transport = ProcessTransport(timeout=PATIENCE)
+        transport.gather(None)  # nobody fails while another still opens its connections
+        found = Rank(case, transport)()
         if rank == 0:
             Path(folder, "found.json").write_text(json.dumps(found))
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
-        said = Path(folder, "error.json")
-        if not said.exists():  # the first to fail knows best: the others only miss it
-            text = str(error) if isinstance(error, ValueError) else f"rank {rank}: {type(error).__name__}: {error}"
-            said.write_text(json.dumps({"ours": isinstance(error, ValueError), "text": text}))
+        _say(rank, error, Path(folder))
         raise
+
+
+def _say(rank: int, error: Exception, folder: Path) -> None:
+    """Write down what went wrong, unless another has: the first to fail knows best, the others only miss it."""
+    text = str(error) if isinstance(error, ValueError) else f"rank {rank}: {type(error).__name__}: {error}"
+    own = folder / f"error{rank}.json"
+    own.write_text(json.dumps({"ours": isinstance(error, ValueError), "text": text}))
+    with suppress(FileExistsError):
+        (folder / ERROR).hardlink_to(own)  # in one step, for whoever comes second may end this process
 
 
 class Rank:

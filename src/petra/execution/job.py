@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from petra.execution.processes import LostRank, ProcessTransport
@@ -86,7 +86,7 @@ def join(
     # The watchdog notices who is stuck. This is for what it cannot see, and much longer, because waiting for a
     # message that passes many stages may take many times what each of them takes.
     limit = timedelta(seconds=60 + 4 * timeout)
-    meeting_point, process, world = next(iter(rendezvous("env://", timeout=limit)))
+    meeting_point, process, world = _meeting_point(limit)
     # A job that torchrun starts anew finds the same store, with what the ranks before it have left there.
     store = PrefixStore(f"petra/{restarts()}", meeting_point)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _own_gpu() else "gloo"
@@ -94,14 +94,19 @@ def join(
     transport = ProcessTransport(device, replicas, limit)
     _met.append(True)
     names = [str(place) for place in transport.places()]
-    watchdog = Watchdog(store, process, names, transport.doing, timeout)
+    # It has a connection of its own: that of the process group is taken as long as the group waits for its store.
+    own_store = PrefixStore(f"petra/{restarts()}", _meeting_point(limit)[0])
+    watchdog = Watchdog(own_store, process, names, transport.doing, timeout)
+    early: BaseException | None = None
     try:
         # Nobody goes on, and perhaps fails and leaves, while another still opens its connections.
         transport.gather(None)
-        yield transport
-    except orderly:
-        _leave(transport, watchdog)
-        raise
+        try:
+            yield transport
+        except orderly as error:
+            early = error
+        transport.flush()
+        transport.gather(None)  # nobody leaves while another still needs it
     except BaseException as error:
         with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would cut the word off
@@ -111,15 +116,16 @@ def join(
         if isinstance(error, LostRank):
             raise JobFailed(message) from error
         raise
-    else:
-        _leave(transport, watchdog)
-
-
-def _leave(transport: Transport, watchdog: Watchdog) -> None:
-    transport.flush()
-    transport.gather(None)  # nobody leaves while another still needs it
     watchdog.close()
     dist.destroy_process_group()
+    if early is not None:
+        raise early
+
+
+def _meeting_point(limit: timedelta) -> tuple[Store, int, int]:
+    """A connection to the store at which all processes meet, the number of this one, and how many there are."""
+    store, process, world = next(iter(rendezvous("env://", timeout=limit)))
+    return store, process, world
 
 
 def _own_gpu() -> bool:

@@ -181,7 +181,8 @@ def remove_checkpoint(folder: Path) -> None:
 def remove_all(folder: Path) -> None:
     """Remove all checkpoints of a run."""
     if folder.is_dir():
-        (folder / LATEST).unlink(missing_ok=True)
+        for path in folder.glob(f"{LATEST}*"):  # with one that was being written when the run was killed
+            path.unlink()
         for path in folder.iterdir():
             if path.is_dir():
                 remove_checkpoint(path)

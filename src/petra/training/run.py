@@ -106,6 +106,9 @@ class Run:
         self.progress = Progress(config.method, config.epochs, len(self.train), quiet or not place.speaks)
         if self._beginning is not None:
             self.progress.say(self._beginning)
+        if 0 < config.epochs <= config.warmup_epochs:
+            warm = f"{config.warmup_epochs:g} epochs of warm-up for {config.epochs} of training"
+            self.progress.say(f"{warm}: the learning rate never gets to its full value (--warmup-epochs)")
         self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
 
     def _trainer(
@@ -147,15 +150,15 @@ class Run:
 
     def __call__(self) -> dict[str, Any]:
         """Train to the end and return the summary."""
-        try:
-            if self.position.finished and all(self.transport.gather((self.folder / SUMMARY).exists())):
-                return read_summary(self.folder / SUMMARY)
-            with stoppable() as stop:
+        with stoppable() as stop:  # to the very end: what is left after the last epoch is not worth stopping for
+            try:
+                if self.position.finished and all(self.transport.gather((self.folder / SUMMARY).exists())):
+                    return read_summary(self.folder / SUMMARY)
                 while self.position.epoch < self.config.epochs:
                     self._epoch(stop)
-            return self._finish()
-        finally:
-            self.close()
+                return self._finish()
+            finally:
+                self.close()
 
     def close(self) -> None:
         """Leave terminal and files."""
