@@ -324,6 +324,24 @@ class TestRunsThatAreThere:
         assert main(["compare", *SMALL, "--data", "nowhere", "--overwrite", "--out", str(tmp_path.parent)]) == 2
         assert (tmp_path / "summary.json").exists()
 
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["--stages", "9"], "the network has only 4 layers"),
+            (["--model", "rev-gpt"], "rev-gpt is for"),
+            (["--optimizer", "adamw", "--correct", "spike"], "leave spike out"),
+        ],
+    )
+    def test_what_cannot_be_trained_replaces_nothing(self, finished, capsys, arguments, words):
+        own = [*SMALL, *arguments] if "--model" not in arguments else [*arguments, "--data", "digits"]
+        self.check(finished, capsys, [*own, "--overwrite"], words)
+
+    def test_a_run_with_damaged_checkpoints_is_overwritten(self, finished, tmp_path):
+        folder = shutil.copytree(finished, tmp_path / "run")
+        (folder / "checkpoint" / "latest.json").write_text("{")
+        assert main(["train", *SMALL, "--quiet", "--epochs", "1", "--overwrite", "--out", str(folder)]) == 0
+        assert json.loads((folder / "summary.json").read_text())["epochs"] == 1
+
     def test_truncated_checkpoint(self, finished, capsys, tmp_path):
         broken = tmp_path / "broken"
         broken.mkdir()

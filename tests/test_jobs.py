@@ -358,7 +358,10 @@ def test_a_job_that_is_asked_to_stop_writes_one_checkpoint_and_goes_on(alone, tm
         (["--ranks", 2, "--replicas", 0], "--replicas is 0: give 1 or more"),
         (["--ranks", 2, "--timeout", 0], "--timeout is 0.0: give seconds"),
         (["--ranks", 2, "--data", "nowhere"], "nowhere"),
-        (["--ranks", 2, "--replicas", 2, "--batch-size", 1], "batch_size is 1 for 2 replicas"),
+        (
+            ["--ranks", 2, "--replicas", 2, "--batch-size", 1],
+            "--replicas is 2, but they share micro-batches of 1 samples",
+        ),
     ],
 )
 def test_bad_input_is_said_once(arguments, says, tmp_path):

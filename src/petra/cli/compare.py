@@ -14,7 +14,7 @@ from petra.measure.run_figure import check_plots, draw_runs
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
-from petra.training.files import refuse_to_overwrite, remove_run
+from petra.training.files import refuse_to_overwrite
 from petra.training.run import Run
 from petra.training.weights import check_weights
 
@@ -59,12 +59,11 @@ def run(options: argparse.Namespace) -> None:
     refuse_capture(options)
     device = set_up_device(options)
     data = configs[0].load_data()
-    for name in names:
-        remove_run(options.out / name)
     summaries = []
     for config in configs:
         folder = options.out / config.method
-        summaries.append(Run(config, folder, device=device, data=data, **reporting(options))())
+        how = {"overwrite": options.overwrite, "device": device, "data": data}
+        summaries.append(Run(config, folder, **how, **reporting(options))())
     checkpoint.write_json(options.out / "comparison.json", summaries)
     if options.plot:
         draw_runs([read(options.out / name) for name in names], options.out / "comparison.png")

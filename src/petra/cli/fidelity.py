@@ -15,7 +15,7 @@ from petra.measure import Fidelity, Measurement
 from petra.measure.likeness import summarise, table
 from petra.measure.likeness_figure import draw
 from petra.training import checkpoint
-from petra.training.files import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, refuse_to_overwrite, remove_run
+from petra.training.files import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, refuse_to_overwrite
 from petra.training.run import Run
 from petra.training.weights import check_weights
 
@@ -56,10 +56,8 @@ def run(options: argparse.Namespace) -> None:
         check_weights(config.weights, folder)
     refuse_capture(options)
     device = set_up_device(options)
-    data = config.load_data()
-    if options.overwrite:
-        remove_run(folder)
-    job = Run(config, folder, resume=options.resume, device=device, data=data, **reporting(options))
+    begin = {"resume": options.resume, "overwrite": options.overwrite, "device": device}
+    job = Run(config, folder, **begin, **reporting(options))
     executor = job.trainer.executor
     rows = _kept(folder / FIDELITY, min(executor.state_dict()["shapes"], default=executor.microbatches))
     with (folder / FIDELITY).open("w") as file:

@@ -22,7 +22,7 @@ from petra.execution.job import Spoken, join, processes
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
 from petra.training.faults import Fault, fail_at
-from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite, remove_run
+from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite
 from petra.training.run import Interrupted, Run
 from petra.training.weights import check_weights
 
@@ -88,17 +88,12 @@ def run(options: argparse.Namespace) -> int:
         return launch(options.arguments, ranks * config.replicas)
     device = set_up_device(options)
     with join(device, replicas=config.replicas, timeout=options.timeout, orderly=(Interrupted, Spoken)) as transport:
-        data = config.load_data()
-        transport.gather(None)  # all have found the folder free, and the data
-        if options.overwrite and transport.place.speaks:
-            remove_run(folder)
-        transport.gather(None)
         job = Run(
             config,
             folder,
             resume=options.resume,
+            overwrite=options.overwrite,
             device=device,
-            data=data,
             transport=transport,
             placement=options.placement,
             trace=options.trace,

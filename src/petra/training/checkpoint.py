@@ -93,11 +93,12 @@ class Checkpoints:
     Each is a folder of its own: ``run.pt`` with what concerns all, and ``stage0.pt``, ``stage1.pt``, … each written by
     the rank that holds the stage, and for further replicas ``stage0.replica1.pt`` with what is in flight there.
     ``latest.json`` names the last one that all ranks have written; it changes in one step, then older ones go.
+    With ``anew``, those that are there do not count.
     """
 
-    def __init__(self, folder: Path, transport: Transport) -> None:
+    def __init__(self, folder: Path, transport: Transport, anew: bool = False) -> None:
         self._folder, self._transport = folder, transport
-        self._number = self._latest() or 0
+        self._number = 0 if anew else self._latest() or 0
 
     def exist(self) -> bool:
         """Whether there is one to resume from; all ranks have to see the same."""

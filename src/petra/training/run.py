@@ -27,6 +27,7 @@ from petra.training.files import (
     VOCABULARY,
     WEIGHTS,
     refuse_to_overwrite,
+    remove_run,
 )
 from petra.training.loss import cross_entropy
 from petra.training.metrics import MetricsLog
@@ -59,6 +60,7 @@ class Run:
         folder: Path,
         *,
         resume: bool = False,
+        overwrite: bool = False,
         device: str | torch.device = "cpu",
         tensorboard: bool = False,
         quiet: bool = False,
@@ -70,7 +72,7 @@ class Run:
     ) -> None:
         config.validate()
         self.config, self.folder, self.device = config, folder, torch.device(device)
-        if not resume:
+        if not (resume or overwrite):
             refuse_to_overwrite(folder, "--resume to continue it")
         self.transport = transport = transport if transport is not None else Alone(self.device)
         transport.agree(config.to_json())
@@ -84,7 +86,7 @@ class Run:
         )
         self.test = Batches(self._data, "test", config.evaluated_at_once(self._data), **how)
         self._blueprint = Blueprint.of(config, self._data)
-        self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport)
+        self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport, anew=overwrite)
         self._begun = resume and self._checkpoints.exist()  # else the first weights are still to be found
         self._beginning: str | None = None
         self.trainer = self._trainer(transport, config.stages, config.order, placement, capture)
@@ -93,8 +95,10 @@ class Run:
         self._replayed = 0
         self._filled_from = 0  # the micro-batch at which this pipeline began to fill
         keep = self._restore() if self._begun else 0
-        transport.gather(None)  # nobody writes before all have read
+        transport.gather(None)  # nobody writes before all have read, and have found nothing wrong
         if place.speaks:
+            if overwrite:
+                remove_run(folder)
             checkpoint.write_json(folder / CONFIG, config.to_json())
             checkpoint.write_json(folder / NETWORK, asdict(self._blueprint))
             if self._data.vocabulary:
