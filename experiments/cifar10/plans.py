@@ -84,8 +84,10 @@ def _table4() -> list[Trial]:
 
 
 _MAIN = ("", "predict", "coast", "coast:0.8")
-_OTHERS: tuple[str, ...] = ("spike", "predict,spike", "shrink:0.95", "shrink:0.8", "reschedule:3910")
-_OTHERS += ("discrepancy:0.135", "coast:0.8,shrink:0.95", "discrepancy:0.135,reschedule:3910")
+_OTHERS: tuple[str, ...] = ("spike", "predict,spike", "shrink:0.9", "shrink:0.8", "reschedule:3910")
+_OTHERS += ("discrepancy:0.135", "coast:0.8,shrink:0.9", "discrepancy:0.135,reschedule:3910")
+_LESS_MOMENTUM: dict[str, Any] = {"momentum": 0.5, "lr": 0.125, "tag": "m0.5"}
+"""The same lr/(1 - m): momentum adds its own delay to that of the pipeline."""
 
 
 def _corrected(order: str, correct: str, seed: int = 0) -> Trial:
@@ -99,7 +101,9 @@ def _corrections() -> list[Trial]:
         plan.append(_corrected("lock-step", "", seed))
         if seed == 0:
             plan += [_corrected("low-staleness", c) for c in _OTHERS]
-    return plan + [_corrected("lock-step", c) for c in ("predict", "coast:0.8", "predict,spike")]
+    plan += [_corrected("lock-step", c) for c in ("predict", "coast:0.8", "predict,spike")]
+    less = [("petra", {"order": "low-staleness"}), ("backprop", {})]
+    return plan + [_short(method, **order, **_LESS_MOMENTUM) for method, order in less]
 
 
 def _fidelity() -> list[Trial]:
