@@ -225,6 +225,11 @@ def test_a_figure_for_each_network_from_what_was_kept(tmp_path):
         assert figures.draw(plan, known, tmp_path) == []
 
 
+def test_rows_of_the_table_of_corrections_say_what_they_are():
+    rows = [tuple(line.split("|")[1:3]) for line in tables.corrections({}).splitlines()[2:]]
+    assert len(rows) == len(set(rows)) > 10
+
+
 def test_images_are_the_same_decoded(tmp_path):
     images, labels = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8), torch.arange(10)
     data = assemble("cifar", (images, labels), (images[:4], labels[:4]), num_classes=10, crop_padding=4, flip=True)

@@ -139,10 +139,12 @@ def corrections(known: Known) -> str:
     for trials in groups("corrections").values():
         options = trials[0].options
         key = (options.get("order", "backprop"), options.get("correct", ""))
+        momentum = options.get("momentum")
         ours = values(trials, known)
         gap = f"{100 * (fmean(ours) - fmean(backprop)):+.2f}" if ours and backprop and key[0] != "backprop" else ""
         name = f"PETRA, {key[0]}" if key[0] != "backprop" else "backprop"
-        prototype = str(PROTOTYPE.get(key, ""))
+        name += f", momentum {momentum}" if momentum else ""
+        prototype = "" if momentum else str(PROTOTYPE.get(key, ""))
         rows.append([name, key[1] or "–", *_cells(trials, known), gap, prototype])
     return markdown(["", "corrections", *CELLS, "to backprop", "prototype"], rows)
 
