@@ -309,6 +309,13 @@ class TestRunsThatAreThere:
     def test_resume_with_other_options(self, finished, capsys):
         self.check(finished, capsys, ["--resume", "--lr", "0.7"], "has lr 0.05, not 0.7")
         self.check(finished, capsys, ["--resume", "--width", "5"], "has width 4, not 5")
+        self.check(finished, capsys, ["--resume", "--momentum", "0.5"], "has momentum its default, not 0.5")
+
+    def test_resume_where_there_is_nothing_yet_is_said(self, tmp_path, capsys):
+        assert main(["train", *SMALL, "--epochs", "1", "--resume", "--out", str(tmp_path / "run")]) == 0
+        assert f"there is no checkpoint in {tmp_path / 'run'}: the run begins anew\n" in capsys.readouterr().err
+        assert main(["train", *SMALL, "--epochs", "1", "--resume", "--out", str(tmp_path / "run")]) == 0
+        assert "begins anew" not in capsys.readouterr().err
 
     def test_resume_with_the_same_options_or_a_recipe(self, finished):
         assert main(["train", *SMALL, "--resume", "--recipe", "digits", "--out", str(finished)]) == 0

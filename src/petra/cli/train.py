@@ -166,7 +166,8 @@ def configure(
         config = RunConfig.read(written)
         for name, new in _flat(asked).items():
             if name not in may_change and (value := _flat(config.to_json()).get(name)) != new:
-                raise ValueError(f"the run in {options.out} has {name} {value}, not {new}: leave it out to resume")
+                has = "its default" if value is None else value
+                raise ValueError(f"the run in {options.out} has {name} {has}, not {new}: leave it out to resume")
         config = replace(config, **{name: asked[name] for name in may_change if name in asked})
         config.validate()
         return config, options.out

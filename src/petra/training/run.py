@@ -108,6 +108,8 @@ class Run:
         board = folder / "tensorboard" if tensorboard else None
         self.metrics = MetricsLog(folder / METRICS if place.speaks else None, keep, board)
         self.progress = Progress(config.method, config.epochs, len(self.train), quiet or not place.speaks)
+        if resume and not self._begun:
+            self.progress.say(f"there is no checkpoint in {folder}: the run begins anew")
         if self._beginning is not None:
             self.progress.say(self._beginning)
         if 0 < config.epochs <= config.warmup_epochs:
