@@ -28,6 +28,7 @@ CASES = [
         ("ddg", {}),
         ("dni", {}),
     ]
+    if k == 1 or method not in ("backprop", "reversible", "ddg", "dni")  # in which k says nothing of who waits for whom
 ]
 CASES.append({"options": {"method": "petra", "stages": 4, "message_dtype": "bf16"}})
 SCATTERED = {2: [0, 1, 0, 1], 4: [2, 0, 1, 3]}

@@ -356,7 +356,7 @@ def test_resume_from_the_command_line_with_other_options(verse, tmp_path, capsys
     for option, value, words in (
         ("--length", "10", "has length 12, not 10"),
         ("--optimizer", "sgd", "has optimizer adamw, not sgd"),
-        ("--set", "scale=2", "has scale None, not 2"),
+        ("--set", "scale=2", "has scale its default, not 2"),
     ):
         assert train("--resume", "--out", tmp_path / "run", option, value) == 2
         assert words in capsys.readouterr().err
