@@ -24,14 +24,14 @@ def blank_label() -> Tensor:
     return torch.empty(4, dtype=torch.int64)
 
 
-def make_label(sender: Action, tensors: Sequence[Tensor], verify: bool) -> Tensor:
-    """The action that a message comes from, and with ``verify`` a checksum of what it carries."""
-    return torch.tensor(_entries(sender, tensors, verify))
+def make_label(sender: Action, checksum: int = 0) -> Tensor:
+    """The action that a message comes from, and the `checksum` of what it carries if there is one."""
+    return torch.tensor([_KINDS.index(sender.kind), sender.stage, sender.microbatch, checksum])
 
 
-def check_label(label: Tensor, sender: Action, tensors: Sequence[Tensor], verify: bool) -> None:
-    """Raise BadMessage unless ``tensors`` are what ``sender`` has sent."""
-    found, expected = label.tolist(), _entries(sender, tensors, verify)
+def check_label(label: Tensor, sender: Action, checksum: int = 0) -> None:
+    """Raise BadMessage unless it is the label that ``sender`` gives to tensors with that checksum."""
+    found, expected = label.tolist(), make_label(sender, checksum).tolist()
     if found[:3] != expected[:3]:
         raise BadMessage(f"a message of {_described(found)} came in place of that of {_described(expected)}")
     if found != expected:
@@ -43,22 +43,22 @@ def payload(tensors: Sequence[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _entries(sender: Action, tensors: Sequence[Tensor], verify: bool) -> list[int]:
-    checksum = 0
-    if verify:
-        for number, tensor in enumerate(tensors, 1):  # the number, so that two that change places are noticed
-            checksum = (checksum + number * _checksum(tensor)) % 2**62
-    return [_KINDS.index(sender.kind), sender.stage, sender.microbatch, checksum]
+def checksum(tensors: Sequence[Tensor]) -> int:
+    """A number that changes if a byte does, or if two tensors change places, but not if words of one do."""
+    total = 0
+    for number, tensor in enumerate(tensors, 1):
+        total = (total + number * _sum(tensor)) % 2**62
+    return total
 
 
-def _checksum(tensor: Tensor) -> int:
-    """Changes if a byte does, not if words change places; as fast as memory can be read."""
+def _sum(tensor: Tensor) -> int:
+    """Of all words, as fast as memory can be read; on one thread, where torch would take as many as it has."""
     data = tensor.reshape(-1)
     if data.storage_offset() * data.element_size() % 8:
         data = data.clone()
-    octets = data.view(torch.uint8)
+    octets = data.detach().view(torch.uint8).numpy()
     whole = len(octets) // 8 * 8
-    return int(octets[:whole].view(torch.int64).sum()) + int(octets[whole:].sum())
+    return int(octets[:whole].view("int64").sum()) + int(octets[whole:].sum())
 
 
 def _described(label: list[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from petra.execution.allocation import keep_freed_memory
-from petra.execution.envelope import Template, blank_label, check_label, make_label, payload
+from petra.execution.courier import Courier
+from petra.execution.envelope import Template, blank_label, check_label, checksum, make_label, payload
 from petra.execution.transport import Arrival, Place, Transport, buckets, flat, spread
 from petra.schedule import Action
 
@@ -53,7 +54,8 @@ class ProcessTransport(Transport):
     with its receiver, because NCCL knows no tags; and a group for each direction keeps the two from blocking
     each other. Tensors leave from where they are and arrive in buffers that are used again once nobody holds
     what arrived in them. With gloo they travel through the memory of the host, whatever the device of the network.
-    With ``verify``, a checksum goes with every message there.
+    With ``verify``, a checksum goes with every message there. Each channel then has a thread at both ends, which sums
+    up and copies while the rank computes.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class ProcessTransport(Transport):
         self._all = dist.new_group(timeout=timeout, backend="gloo")
         self._questions = dist.new_group(timeout=timeout, backend="gloo")
         self._blocks = Blocks()
-        self._leaving: deque[list[tuple[int, dist.Work, Tensor]]] = deque([[]])  # by turns; they live until they left
+        self._couriers: dict[tuple[str, int], Courier] = {}
+        self._leaving: deque[list[tuple[int, Callable[[], None]]]] = deque([[]])  # by turns; calls that wait for them
         self._asked: deque[tuple[dist.Work, Tensor]] = deque()
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -109,16 +112,26 @@ class ProcessTransport(Transport):
     def send(self, to: int, label: Action, tensors: Template) -> None:
         message = [t.contiguous().to(self._wire) for t in tensors if t is not None]
         self.sent[to, label.kind.value] += payload(message)
-        tag = [make_label(label, message, self._verify)] if self._labelled else []
-        self._post(to, [*tag, *message])
 
-    def _post(self, to: int, message: list[Tensor]) -> None:
-        group = self._groups[self.place.rank, to]
+        def deliver() -> None:
+            tag = make_label(label, checksum(message) if self._verify else 0)
+            self._post(to, [tag, *message])()
+
         with self._connected(to, "send to"):
-            for tensor in message:
-                work = dist.isend(tensor, self._process(to), group=group)
+            gone = self._courier("to", to).give(deliver).result if self._labelled else self._post(to, message)
+        self._leaving[-1].append((to, gone))
+
+    def _post(self, to: int, message: list[Tensor]) -> Callable[[], None]:
+        """Send off the tensors; returns a call that waits until they have left."""
+        group = self._groups[self.place.rank, to]
+        works = [(dist.isend(tensor, self._process(to), group=group), tensor) for tensor in message]
+
+        def wait() -> None:
+            for work, _ in works:  # a tensor has to live as long
                 assert work is not None
-                self._leaving[-1].append((to, work, tensor))
+                work.wait()
+
+        return wait
 
     def receive(self, source: int, label: Action, template: Template) -> Arrival:
         tag = [blank_label()] if self._labelled else []
@@ -127,17 +140,28 @@ class ProcessTransport(Transport):
         with self._connected(source, "hear from"):
             works = [dist.irecv(tensor, self._process(source), group=group) for tensor in [*tag, *message]]
 
+        def fetch() -> int:
+            for work in works:
+                assert work is not None
+                work.wait()
+            return checksum(message) if self._labelled and self._verify else 0
+
+        fetched = self._courier("from", source).give(fetch).result if self._labelled else fetch
+
         def arrive() -> Template:
             with self.doing.waiting(source), self._connected(source, "hear from"):
-                for work in works:
-                    assert work is not None
-                    work.wait()
+                found = fetched()
             if self._labelled:
-                check_label(tag[0], label, message, self._verify)
+                check_label(tag[0], label, found)
             arrived = iter(message)
             return tuple(None if t is None else next(arrived).to(self.device) for t in template)
 
         return arrive
+
+    def _courier(self, direction: str, other: int) -> Courier:
+        if (direction, other) not in self._couriers:
+            self._couriers[direction, other] = Courier(f"petra-{direction}-{other}")
+        return self._couriers[direction, other]
 
     def turn(self) -> None:
         # A neighbour makes room for the messages of a tick before it does anything of that tick, so those of the
@@ -151,10 +175,10 @@ class ProcessTransport(Transport):
             self._wait_for(self._leaving.popleft())
         self._leaving.append([])
 
-    def _wait_for(self, leaving: list[tuple[int, dist.Work, Tensor]]) -> None:
-        for to, work, _ in leaving:
+    def _wait_for(self, leaving: list[tuple[int, Callable[[], None]]]) -> None:
+        for to, gone in leaving:
             with self.doing.waiting(to), self._connected(to, "send to"):
-                work.wait()
+                gone()
 
     def gather(self, value: Any) -> list[Any]:
         text = json.dumps(value).encode()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from petra.execution.envelope import Template, check_label, make_label, payload
+from petra.execution.envelope import Template, check_label, checksum, make_label, payload
 from petra.execution.transport import Arrival, Place, Transport, flat, spread
 from petra.schedule import Action, Deadlock
 
@@ -68,7 +68,7 @@ class ThreadTransport(Transport):
         message = [t.clone() for t in tensors if t is not None]
         self.sent[to, label.kind.value] += payload(message)
         self._together.channels[self.place.replica, self.place.rank, to].append(
-            (make_label(label, message, True), message)
+            (make_label(label, checksum(message)), message)
         )
         self._together.turns.changed()
 
@@ -83,7 +83,7 @@ class ThreadTransport(Transport):
                 self._together.turns.wait_until(lambda: len(channel) >= number)
             message, channel[number - 1] = channel[number - 1], None
             assert message is not None
-            check_label(message[0], label, message[1], True)
+            check_label(message[0], label, checksum(message[1]))
             arrived = iter(message[1])
             return tuple(None if t is None else next(arrived) for t in template)
 

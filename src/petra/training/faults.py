@@ -85,11 +85,11 @@ def _strike(trainer: Trainer, kind: str) -> None:
 def _corrupt_next(transport: ProcessTransport) -> None:
     post = transport._post
 
-    def damaged(to: int, message: list[Tensor]) -> None:
+    def damaged(to: int, message: list[Tensor]) -> Callable[[], None]:
         data = message[-1].clone()
         data.view(-1).view(torch.uint8)[data.numel() // 3] += 1
         transport._post = post  # type: ignore[method-assign]
-        post(to, [*message[:-1], data])
+        return post(to, [*message[:-1], data])
 
     transport._post = damaged  # type: ignore[method-assign]
 
