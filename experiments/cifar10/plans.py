@@ -86,8 +86,11 @@ def _table4() -> list[Trial]:
 _MAIN = ("", "predict", "coast", "coast:0.8")
 _OTHERS: tuple[str, ...] = ("spike", "predict,spike", "shrink:0.9", "shrink:0.8", "reschedule:3910")
 _OTHERS += ("discrepancy:0.135", "coast:0.8,shrink:0.9", "discrepancy:0.135,reschedule:3910")
-_LESS_MOMENTUM: dict[str, Any] = {"momentum": 0.5, "lr": 0.125, "tag": "m0.5"}
-"""The same lr/(1 - m): momentum adds its own delay to that of the pipeline."""
+
+
+def _momentum(m: float) -> dict[str, Any]:
+    """Another momentum with the same lr/(1 - m)."""
+    return {"momentum": m, "lr": round(0.25 * (1 - m), 6), "tag": f"m{m:g}"}
 
 
 def _corrected(order: str, correct: str, seed: int = 0) -> Trial:
@@ -102,8 +105,11 @@ def _corrections() -> list[Trial]:
         if seed == 0:
             plan += [_corrected("low-staleness", c) for c in _OTHERS]
     plan += [_corrected("lock-step", c) for c in ("predict", "coast:0.8", "predict,spike")]
-    less = [("petra", {"order": "low-staleness"}), ("backprop", {})]
-    return plan + [_short(method, **order, **_LESS_MOMENTUM) for method, order in less]
+    for m in (0.5, 0.97):
+        plan += [_short("petra", order="low-staleness", **_momentum(m)), _short("backprop", **_momentum(m))]
+    # With more momentum weights move more smoothly, and where they go is known better.
+    smooth = [(0.97, "coast", 0), (0.99, "coast", 0), (0.97, "predict", 0), (0.97, "coast", 1), (0.97, "coast", 2)]
+    return plan + [_short("petra", s, order="low-staleness", correct=c, **_momentum(m)) for m, c, s in smooth]
 
 
 def _fidelity() -> list[Trial]:
