@@ -1,6 +1,8 @@
 """The threads that carry messages while a rank computes."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -55,3 +57,48 @@ def test_its_thread_ends_with_it():
     while alive("one that ends") and time.monotonic() < until:
         time.sleep(0.01)
     assert not alive("one that ends")
+
+
+TWO_RANKS = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from petra.execution import ProcessTransport
+from petra.schedule import Action, Kind
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+transport = ProcessTransport(timeout=timedelta(seconds=60))
+transport.connect([(0, 1), (1, 0)])
+tensor = torch.ones(5)
+for number in range(2):
+    arrival = transport.receive(1 - rank, Action(0, Kind.FORWARD, number), (tensor,))
+    sent = tensor.clone()
+    transport.send(1 - rank, Action(0, Kind.FORWARD, number), (sent,))
+    assert arrival()[0].tolist() == tensor.tolist()
+    transport.gather(None)  # now it has arrived everywhere
+    if number == 1:
+        sent.add_(1)
+try:
+    transport.flush()
+except RuntimeError as error:
+    print(error)
+transport.receive(1 - rank, Action(0, Kind.FORWARD, 2), (tensor,))  # nobody will send it
+transport.gather(None)
+"""
+
+
+def test_what_is_sent_must_stay_as_it_is_and_who_leaves_is_not_held_up(tmp_path):
+    commands = [[sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    ranks = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
+    try:
+        said = [process.communicate(timeout=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    text = "rank {}: something was written into a tensor while it was sent to rank {}\n"
+    assert said == [(text.format(0, 1), ""), (text.format(1, 0), "")]
+    assert [process.returncode for process in ranks] == [0, 0]

@@ -1,5 +1,7 @@
 """Ranks as threads of this process: any cut, any placement, any order gives the bits of one process."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -325,9 +327,9 @@ class TestLabels:
         tensors = [torch.randn(5), torch.randn(3, 3), torch.randn(9)[1:]]  # also one that begins at odd places
         label = make_label(self.SENDER, checksum(tensors))
         for number, tensor in enumerate(tensors):
-            for i in range(4 * tensor.numel()):
+            for i, change in product(range(4 * tensor.numel()), (1, 64, 128)):
                 damaged = [t.clone() for t in tensors]
-                damaged[number].view(-1).view(torch.uint8)[i] += 1
+                damaged[number].view(-1).view(torch.uint8)[i] += change
                 with pytest.raises(BadMessage, match="stage 3, micro-batch 17, backward was damaged on its way"):
                     check_label(label, self.SENDER, checksum(damaged))
 

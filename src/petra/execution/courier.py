@@ -21,14 +21,34 @@ class Courier:
 
     def __init__(self, name: str) -> None:
         self._errands: Errands = SimpleQueue()
-        Thread(target=_run, args=(self._errands,), name=name, daemon=True).start()
+        self._last: Future[Any] | None = None
+        self._thread = Thread(target=_run, args=(self._errands,), name=name, daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._errands.put, None).atexit = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether some errand has not come to its end."""
+        return self._last is not None and not self._last.done()
 
     def give(self, errand: Callable[[], Result]) -> Future[Result]:
         """What the errand will return, or raise."""
         future: Future[Result] = Future()
         self._errands.put((future, errand))
+        self._last = future
         return future
+
+    def end(self, patience: float) -> None:
+        """Have the thread end after what it was given, and wait for that so many seconds."""
+        self._errands.put(None)
+        self._thread.join(patience)
+
+
+def at_once(errand: Callable[[], Result]) -> Future[Result]:
+    """The same without a courier; what it raises is raised here."""
+    future: Future[Result] = Future()
+    future.set_result(errand())
+    return future
 
 
 def _run(errands: Errands) -> None:

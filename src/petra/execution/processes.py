@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from petra.execution.allocation import keep_freed_memory
-from petra.execution.courier import Courier
+from petra.execution.courier import Courier, at_once
 from petra.execution.envelope import Template, blank_label, check_label, checksum, make_label, payload
 from petra.execution.transport import Arrival, Place, Transport, buckets, flat, spread
 from petra.schedule import Action
@@ -54,8 +55,8 @@ class ProcessTransport(Transport):
     with its receiver, because NCCL knows no tags; and a group for each direction keeps the two from blocking
     each other. Tensors leave from where they are and arrive in buffers that are used again once nobody holds
     what arrived in them. With gloo they travel through the memory of the host, whatever the device of the network.
-    With ``verify``, a checksum goes with every message there. Each channel then has a thread at both ends, which sums
-    up and copies while the rank computes.
+    With ``verify``, a checksum goes with every message there. Each channel of gloo has a thread at both ends, which
+    sums up and copies while the rank computes. ``timeout`` has to be longer than a tick takes.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ProcessTransport(Transport):
         self._blocks = Blocks()
         self._couriers: dict[tuple[str, int], Courier] = {}
         self._leaving: deque[list[tuple[int, Callable[[], None]]]] = deque([[]])  # by turns; calls that wait for them
+        _there.add(self)
         self._asked: deque[tuple[dist.Work, Tensor]] = deque()
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -112,24 +114,32 @@ class ProcessTransport(Transport):
     def send(self, to: int, label: Action, tensors: Template) -> None:
         message = [t.contiguous().to(self._wire) for t in tensors if t is not None]
         self.sent[to, label.kind.value] += payload(message)
+        versions = _versions(message)
 
-        def deliver() -> None:
-            tag = make_label(label, checksum(message) if self._verify else 0)
-            self._post(to, [tag, *message])()
+        def deliver() -> Callable[[], None]:
+            tag = [make_label(label, checksum(message) if self._verify else 0)] if self._labelled else []
+            return self._post(to, [*tag, *message])
 
-        with self._connected(to, "send to"):
-            gone = self._courier("to", to).give(deliver).result if self._labelled else self._post(to, message)
-        self._leaving[-1].append((to, gone))
+        posted = self._courier("to", to).give(deliver) if self._labelled else at_once(deliver)
+
+        def wait() -> None:
+            posted.result()()
+            if _versions(message) != versions:
+                raise RuntimeError(f"{self.place}: something was written into a tensor while it was sent to rank {to}")
+
+        self._leaving[-1].append((to, wait))
 
     def _post(self, to: int, message: list[Tensor]) -> Callable[[], None]:
         """Send off the tensors; returns a call that waits until they have left."""
-        group = self._groups[self.place.rank, to]
-        works = [(dist.isend(tensor, self._process(to), group=group), tensor) for tensor in message]
+        with self._connected(to, "send to"):
+            group = self._groups[self.place.rank, to]
+            works = [(dist.isend(tensor, self._process(to), group=group), tensor) for tensor in message]
 
         def wait() -> None:
-            for work, _ in works:  # a tensor has to live as long
-                assert work is not None
-                work.wait()
+            with self._connected(to, "send to"):
+                for work, _ in works:  # a tensor has to live as long
+                    assert work is not None
+                    work.wait()
 
         return wait
 
@@ -141,15 +151,16 @@ class ProcessTransport(Transport):
             works = [dist.irecv(tensor, self._process(source), group=group) for tensor in [*tag, *message]]
 
         def fetch() -> int:
-            for work in works:
-                assert work is not None
-                work.wait()
+            with self._connected(source, "hear from"):
+                for work in works:
+                    assert work is not None
+                    work.wait()
             return checksum(message) if self._labelled and self._verify else 0
 
         fetched = self._courier("from", source).give(fetch).result if self._labelled else fetch
 
         def arrive() -> Template:
-            with self.doing.waiting(source), self._connected(source, "hear from"):
+            with self.doing.waiting(source):
                 found = fetched()
             if self._labelled:
                 check_label(tag[0], label, found)
@@ -177,8 +188,17 @@ class ProcessTransport(Transport):
 
     def _wait_for(self, leaving: list[tuple[int, Callable[[], None]]]) -> None:
         for to, gone in leaving:
-            with self.doing.waiting(to), self._connected(to, "send to"):
+            with self.doing.waiting(to):
                 gone()
+
+    def abandon(self) -> None:
+        """End the couriers, those too that wait for messages which now never come."""
+        for (direction, other), courier in self._couriers.items():
+            if direction == "from" and courier.busy:
+                group = self._groups[other, self.place.rank]
+                with suppress(RuntimeError):  # gloo closes a channel on which somebody's patience has ended
+                    group.recv([torch.empty(1)], int(other > self.place.rank), 0).wait(timedelta(milliseconds=1))
+            courier.end(patience=2.0)
 
     def gather(self, value: Any) -> list[Any]:
         text = json.dumps(value).encode()
@@ -229,3 +249,18 @@ class ProcessTransport(Transport):
 
     def _process(self, rank: int) -> int:
         return rank * self.place.replicas + self.place.replica
+
+
+_there: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """A thread that gloo lets go only while the interpreter ends would end the process with a crash."""
+    for transport in list(_there):
+        transport.abandon()
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers that grow when something is written into the tensors."""
+    return [0 if t.is_inference() else t._version for t in tensors]
