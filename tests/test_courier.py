@@ -22,9 +22,13 @@ def test_errands_are_run_in_order_beside_the_one_who_gives_them():
     first = courier.give(lambda: gate.wait(10) and seen.append(threading.current_thread().name))
     rest = [courier.give(lambda i=i: seen.append(i) or i) for i in range(20)]
     assert not first.done()
+    assert courier.busy
     gate.set()
     assert [future.result(10) for future in rest] == list(range(20))
     assert seen == ["a courier", *range(20)]
+    courier.end(10)
+    assert not courier.busy
+    assert not alive("a courier")
 
 
 def test_an_error_is_raised_where_the_result_is_asked_for_and_the_next_errand_is_run():

@@ -21,21 +21,21 @@ class Courier:
 
     def __init__(self, name: str) -> None:
         self._errands: Errands = SimpleQueue()
-        self._last: Future[Any] | None = None
-        self._thread = Thread(target=_run, args=(self._errands,), name=name, daemon=True)
+        self._given, self._ended = 0, [0]
+        self._thread = Thread(target=_run, args=(self._errands, self._ended), name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._errands.put, None).atexit = False
 
     @property
     def busy(self) -> bool:
         """Whether some errand has not come to its end."""
-        return self._last is not None and not self._last.done()
+        return self._ended[0] < self._given
 
     def give(self, errand: Callable[[], Result]) -> Future[Result]:
         """What the errand will return, or raise."""
         future: Future[Result] = Future()
+        self._given += 1
         self._errands.put((future, errand))
-        self._last = future
         return future
 
     def end(self, patience: float) -> None:
@@ -51,11 +51,12 @@ def at_once(errand: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-def _run(errands: Errands) -> None:
+def _run(errands: Errands, ended: list[int]) -> None:
     while (given := errands.get()) is not None:
         future, errand = given
         try:
             future.set_result(errand())
         except BaseException as error:
             future.set_exception(error)
+        ended[0] += 1
         del given, future, errand  # and with them the tensors of a message: the next may be long in coming
