@@ -81,6 +81,9 @@ class Stage:
     def __init__(self, function, weights, n, k, hyper, c):
         self.function, self.n, self.k, self.h, self.c = function, n, k, hyper, c
         self.tau = n / k
+        self.m = hyper["momentum"]
+        if "inertia" in c and n > 0:
+            self.m = max(self.m, 1 - 1 / max(c["inertia"] * self.tau**2, 1))
         self.versions = [[w.detach().clone() for w in weights]]
         self.velocity = [None]  # of each version
         self.delta = [torch.zeros_like(w) for w in weights]
@@ -91,6 +94,8 @@ class Stage:
 
     def lr(self, u):
         lr = self.h["lr"] * self.h["gamma"] ** u
+        if "inertia" in self.c:
+            lr = lr * (1 - self.m) / (1 - self.h["momentum"])
         if "reschedule" in self.c and self.n > 0:
             p = 1 - min(u / self.c["reschedule"], 1)
             lr = lr / max(self.tau, 1) ** p
@@ -106,7 +111,7 @@ class Stage:
         return w
 
     def coasting(self, d):
-        r = self.c["coast"] or (self.h["momentum"] if self.h["optimizer"] == "sgd" else 0.9)
+        r = self.c["coast"] or (self.m if self.h["optimizer"] == "sgd" else 0.9)
         first = r * r if self.h["optimizer"] == "sgd" and self.h["nesterov"] else r
         return first * (1 - r**d) / (1 - r)
 
@@ -133,7 +138,7 @@ class Stage:
         self.versions.append(new)
 
     def sgd(self, old, g, u):
-        m, nesterov = self.h["momentum"], self.h["nesterov"]
+        m, nesterov = self.m, self.h["nesterov"]
         g = [v + self.h["decay"] * w for v, w in zip(g, old, strict=True)]
         self.momentum = g if self.momentum is None else [m * b + v for b, v in zip(self.momentum, g, strict=True)]
         self.velocity.append(self.momentum)

@@ -120,7 +120,14 @@ def test_stashed_weights(method, order):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "corrections",
-    [["predict"], ["spike"], ["shrink:0.8"], ["reschedule:20"], ["discrepancy"], ["predict", "spike", "reschedule:9"]],
+    [
+        ["predict"],
+        ["spike"],
+        ["shrink:0.8"],
+        ["reschedule:20"],
+        ["discrepancy"],
+        ["predict", "inertia:4", "reschedule:9"],
+    ],
     ids=",".join,
 )
 def test_corrections(corrections, accumulate):

@@ -19,10 +19,13 @@ SETS = {
     "predict": ["predict"],
     "coast": ["coast"],
     "spike": ["spike"],
+    "inertia": ["inertia:8"],
     "shrink": ["shrink:0.7"],
     "reschedule": ["reschedule:4"],
     "discrepancy": ["discrepancy:0.3"],
     "predict and spike": ["predict", "spike"],
+    "coast, inertia and spike": ["coast", "inertia:2", "spike"],
+    "predict, inertia and reschedule": ["predict", "inertia:5", "reschedule:6"],
     "coast by a factor, and reschedule": ["coast:0.6", "reschedule:3"],
     "predict, spike, shrink and reschedule": ["predict", "spike", "shrink:0.8", "reschedule:5"],
     "spike, reschedule and discrepancy": ["spike", "reschedule:3", "discrepancy"],
@@ -99,7 +102,7 @@ def test_formulas(name, method):
 )
 def test_formulas_whatever_the_numbers(blocks, k, order, runs, method, name, optimizer, nesterov, clip):
     names = [n for n in SETS[name] if not (n.startswith("discrepancy") and method in STASHING)]
-    names = [n for n in names if not (n == "spike" and optimizer == "adamw")]
+    names = [n for n in names if not (n.startswith(("spike", "inertia")) and optimizer == "adamw")]
     check_against_formulas(blocks, k, order, runs, method, names, optimizer, nesterov, clip)
 
 
@@ -351,6 +354,9 @@ def test_parameters_without_momentum_or_gradient():
         (["coast"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "or leave coast out"),
         (["predict"], {"optimizer": torch.optim.RMSprop}, "not RMSprop"),
         (["predict"], {"optimizer": torch.optim.NAdam}, "not NAdam"),
+        (["inertia:0"], {}, "inertia has the factor 0: give more than 0"),
+        (["inertia"], {"optimizer": torch.optim.AdamW}, "not for AdamW: leave inertia out"),
+        (["inertia"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "SGD has momentum 0: change that"),
         (["spike"], {"optimizer": torch.optim.AdamW}, "not for AdamW"),
         (["spike"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "momentum 0"),
         (["spike"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1)}, "dampening 0.1"),

@@ -28,7 +28,7 @@ SETS = [
     ("petra", ["discrepancy", "spike"]),
     ("checkpointed", ["discrepancy", "reschedule:6"]),
     ("delayed", ["predict"]),
-    ("petra-stashed", ["predict", "spike"]),
+    ("petra-stashed", ["inertia:4", "predict", "spike"]),
 ]
 
 

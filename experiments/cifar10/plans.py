@@ -109,7 +109,8 @@ def _corrections() -> list[Trial]:
         plan += [_short("petra", order="low-staleness", **_momentum(m)), _short("backprop", **_momentum(m))]
     # With more momentum weights move more smoothly, and where they go is known better.
     smooth = [(0.97, "coast", 0), (0.99, "coast", 0), (0.97, "predict", 0), (0.97, "coast", 1), (0.97, "coast", 2)]
-    return plan + [_short("petra", s, order="low-staleness", correct=c, **_momentum(m)) for m, c, s in smooth]
+    plan += [_short("petra", s, order="low-staleness", correct=c, **_momentum(m)) for m, c, s in smooth]
+    return plan + [_corrected("low-staleness", f"{c},inertia:{f:g}") for c in ("predict", "coast") for f in (1, 4)]
 
 
 def _fidelity() -> list[Trial]:

@@ -2,6 +2,7 @@
 
 from petra.corrections.corrected import Corrected
 from petra.corrections.correction import Correction, Site
+from petra.corrections.inertia import Inertia
 from petra.corrections.pipemare import Discrepancy, Reschedule
 from petra.corrections.predict import Coast, Predict
 from petra.corrections.rates import rates
@@ -15,6 +16,7 @@ __all__ = [
     "Corrected",
     "Correction",
     "Discrepancy",
+    "Inertia",
     "Predict",
     "Reschedule",
     "Shrink",

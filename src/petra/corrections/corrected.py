@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -37,6 +38,7 @@ class Corrected:
         self._accumulate = accumulate
         self._began: dict[int, int] = {}  # micro-batch in flight -> updates before its forward
         self._blank = blank  # updates with gradients of zero that are still to come
+        self.site.memory = max((c.memory(self.site) for c in self.corrections), default=0.0)
         self.set_rate()
 
     def before_forward(self, microbatch: int, accumulated: int) -> tuple[int, Weights | None]:
@@ -68,7 +70,7 @@ class Corrected:
         site = self.site
         needs_old = any(c.needs_old for c in self.corrections)
         old = [p.detach().clone() for p, _ in site.groups()] if needs_old else []
-        with rates(site.optimizer, site.rate):
+        with rates(site.optimizer, site.rate), _momenta(site):
             site.optimizer.step()
             for correction in self.corrections:
                 correction.change_step(site, old)
@@ -117,3 +119,16 @@ class Corrected:
         weights = [w for w in found if w is not None]
         assert len(weights) <= 1, "two corrections that set the same weights"
         return weights[0] if weights else None
+
+
+@contextmanager
+def _momenta(site: Site) -> Iterator[None]:
+    """Inside, the optimizer has the momentum of `Site.momentum`."""
+    kept = [(group, group["momentum"]) for group in site.optimizer.param_groups] if site.memory else []
+    try:
+        for group, _ in kept:
+            group["momentum"] = site.momentum(group)
+        yield
+    finally:
+        for group, momentum in kept:
+            group["momentum"] = momentum

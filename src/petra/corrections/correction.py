@@ -25,12 +25,19 @@ class Site:
     """How many there have been."""
     rate: float = 1.0
     """What the learning rate of the next update is multiplied by."""
+    memory: float = 0.0
+    """How many updates momentum has to remember, 1/(1 - m), if its own are fewer."""
     state: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
     """Of each parameter, like the state of an optimizer."""
 
     def groups(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
         """The parameters that are trained, each with the settings of its group."""
         return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
+
+    def momentum(self, group: dict[str, Any]) -> float:
+        """That of the updates of a group of SGD."""
+        m = float(group["momentum"])
+        return max(m, 1 - 1 / self.memory) if self.memory > 1 else m
 
 
 class Correction:
@@ -59,6 +66,10 @@ class Correction:
     def backward_weights(self, site: Site, delay: int) -> Weights | None:
         """The weights of a backward whose forward was ``delay`` updates ago; None for the current ones."""
         return None
+
+    def memory(self, site: Site) -> float:
+        """How many updates momentum has to remember."""
+        return 0.0
 
     def rate(self, site: Site) -> float:
         """What the learning rate of the next update is multiplied by."""

@@ -36,7 +36,7 @@ class Predict(Correction):
                 f"use one of them, or leave {self.name} out"
             )
 
-    def steps(self, delay: int, group: dict[str, Any]) -> float:
+    def steps(self, site: Site, delay: int, group: dict[str, Any]) -> float:
         """How many steps along v are made in ``delay`` updates."""
         return delay
 
@@ -47,7 +47,7 @@ class Predict(Correction):
         found: dict[Tensor, Tensor] = {}
         for parameter, group in site.groups():
             v = _velocity(site.optimizer, parameter, group)
-            ahead = rate_of(group, site.rate) * self.steps(delay, group)
+            ahead = rate_of(group, site.rate) * self.steps(site, delay, group)
             found[parameter] = parameter.clone() if v is None else parameter - ahead * v
         return [found.get(p, p.data) for p in site.parameters]
 
@@ -71,8 +71,8 @@ class Coast(Predict):
         if self.decay is not None and not 0 < self.decay <= 1:
             raise ValueError(f"coast:{self.decay:g} moves by a sum of powers: give a factor above 0 and up to 1")
 
-    def steps(self, delay: int, group: dict[str, Any]) -> float:
-        r = self.decay or float(group["momentum"] if "momentum" in group else group["betas"][0])
+    def steps(self, site: Site, delay: int, group: dict[str, Any]) -> float:
+        r = self.decay or (site.momentum(group) if "momentum" in group else float(group["betas"][0]))
         return sum(r ** (i + bool(group.get("nesterov"))) for i in range(1, delay + 1))
 
 
