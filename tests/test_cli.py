@@ -209,7 +209,7 @@ def test_compare(tmp_path, capsys):
     assert main([*arguments, "--out", str(tmp_path), "--overwrite"]) == 0
 
 
-@pytest.mark.parametrize("command", [["methods"], ["models"], ["recipes"], ["schedule"], ["schedule", "--text"]])
+@pytest.mark.parametrize("command", [["methods"], ["recipes"], ["schedule"], ["schedule", "--text"]])
 def test_lists_and_drawings(command, capsys):
     assert main(command) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 3

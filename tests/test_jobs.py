@@ -108,14 +108,20 @@ def rank_main(rank, port, arguments, fault, log):
     sys.exit(main(arguments))
 
 
-def go_on(folder, *arguments):
-    """Continue a job of two ranks to its end."""
-    logs = [folder.parent / f"resumed.{rank}" for rank in range(2)]
-    ranks, _store = start_ranks(logs, *arguments, "--resume", "--out", folder)
+def together(folder, *arguments, fault=""):
+    """A job of two ranks: their exit codes, and what they said."""
+    logs = [folder.parent / f"log.{rank}" for rank in range(2)]
+    ranks, _store = start_ranks(logs, *arguments, "--out", folder, fault=fault)
     for process in ranks:
         process.join(LIMIT)
         process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0], [log.read_text() for log in logs]
+    return [process.exitcode for process in ranks], "".join(log.read_text() for log in logs)
+
+
+def go_on(folder, *arguments):
+    """Continue a job of two ranks to its end."""
+    codes, error = together(folder, *arguments, "--resume")
+    assert codes == [0, 0], error
 
 
 def meet_slowly(rank, port, slow, folder):
@@ -274,9 +280,10 @@ def test_a_killed_rank_ends_the_whole_job(tmp_path):
     ],
 )
 def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tmp_path):
-    limit = 5 if fault.startswith(("hang", "stop")) else 60
-    job = start("--ranks", 2, "--timeout", limit, "--out", tmp_path / "run", fault=fault)
-    code, error = end(job)
+    if fault.startswith(("hang", "stop")):
+        code, error = end(start("--ranks", 2, "--timeout", 5, "--out", tmp_path / "run", fault=fault))
+    else:
+        (code, _), error = together(tmp_path / "run", fault=fault)
     assert code in (1, 2)
     assert re.search(says, error), error
     assert len([line for line in error.splitlines() if "error" in line]) == 1, error
@@ -284,13 +291,12 @@ def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tm
     assert result(tmp_path / "run") == alone
 
 
-@pytest.mark.parametrize("given", [[], ["--overwrite"]])
-def test_torchrun_starts_a_killed_job_anew_and_it_goes_on_exactly(alone, tmp_path, given):
+def test_torchrun_starts_a_killed_job_anew_and_it_goes_on_exactly(alone, tmp_path):
     torchrun = (
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
         *("-m", "petra"),
     )
-    error = run(*given, "--out", tmp_path / "run", fault="kill:1:17", program=torchrun)
+    error = run("--overwrite", "--out", tmp_path / "run", fault="kill:1:17", program=torchrun)
     assert "rank 1 is gone or stuck" in error
     assert result(tmp_path / "run") == alone
 
@@ -327,9 +333,9 @@ class TestRestarts:
 
 def test_replicas_resume_exactly(tmp_path):
     options = ("--replicas", 2, "--accumulate", 2, "--checkpoint-every", 3)
-    run(*options, "--out", tmp_path / "straight")
-    code, error = end(start(*options, "--out", tmp_path / "run", fault="kill:0:11"))
-    assert code == 1, error
+    assert together(tmp_path / "straight", *options) == ([0, 0], "")
+    codes, error = together(tmp_path / "run", *options, fault="kill:0:11")  # rank 0 of both replicas
+    assert codes == [-signal.SIGKILL] * 2, error
     go_on(tmp_path / "run", *options)
     first, second = (result(tmp_path / name) for name in ("run", "straight"))
     assert first[:2] == second[:2]

@@ -52,7 +52,7 @@ def layouts(draw):
     return sizes, placement
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     layouts(), st.integers(1, 3), st.sampled_from(["petra", "delayed", "checkpointed", "1f1b", "reversible"]), st.data()
 )
