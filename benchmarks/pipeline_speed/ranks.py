@@ -120,6 +120,8 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
 def work(rank: int, options: Namespace, folder: str) -> None:
     """One rank; leaves its result, or where it was and what went wrong, in ``folder``."""
     torch.set_num_threads(options.threads)
+    if options.no_onednn:
+        torch.backends.mkldnn.set_flags(False)
 
     def say(what: str) -> None:
         Path(folder, f"{rank}.at").write_text(what)

@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile-ticks", type=int, default=3, help="for the costs of layers")
     parser.add_argument("--threads", type=int, default=1, help="of a rank (default 1)")
+    parser.add_argument("--no-onednn", action="store_true", help="PyTorch's own convolutions, faster on some ARM cores")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for another")
     parser.add_argument("--limit", type=float, default=560, help="seconds after which a case is stopped")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))

@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help="of them, all")
     parser.add_argument("--ranks", type=int, default=4, help="and modules (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of a rank (default 1)")
+    parser.add_argument("--no-onednn", action="store_true", help="PyTorch's own convolutions, faster on some ARM cores")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--ticks", type=int, default=6, help="iterations in a window, fewer for backprop")
