@@ -47,8 +47,8 @@ def draw_runs(runs: Sequence[Curves], path: Path) -> None:
     figure = Figure(figsize=(5 * columns, 4 * (2 if measured else 1)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2 if measured else 1, columns, squeeze=False)
-    _over(axes[0][0], runs, "epoch", ("test_loss", "train_loss"), "loss")
-    _over(axes[0][1], runs, "seconds", ("test_loss", "train_loss"), "loss")
+    for axis, over in zip(axes[0], ("epoch", "seconds"), strict=False):
+        _over(axis, runs, over, ("test_loss", "train_loss"), "loss: test, and training (dashed)")
     _over(axes[0][2], runs, "epoch", ("test_accuracy",), "test accuracy")
     axes[0][0].legend(fontsize="small")
     for axis, run in zip(axes[1] if measured else (), measured, strict=False):
