@@ -40,10 +40,10 @@ def _table2() -> list[Trial]:
     def petra(model: str, k: int, seed: int = 0, order: str = "lock-step") -> Trial:
         return trial(model, "petra", seed, order=order, accumulate=k, **hundred)
 
-    plan = [backprop("revnet18"), petra("revnet18", 4), petra("revnet18", 8), petra("revnet18", 2)]
+    plan = [backprop("revnet18"), petra("revnet18", 4), petra("revnet18", 8)]
     for seed in (1, 2):
         plan += [backprop("revnet18", seed), petra("revnet18", 4, seed)]
-    plan += [backprop("resnet18", seed) for seed in (0, 1, 2)]
+    plan += [backprop("resnet18", seed) for seed in (0, 1, 2)] + [petra("revnet18", 2)]
     for model in ("revnet34", "revnet50"):
         plan += [backprop(model), petra(model, 8)]
     plan += [petra("revnet18", k, seed) for seed in (1, 2) for k in (8, 2)]
@@ -110,7 +110,9 @@ def _corrections() -> list[Trial]:
     # With more momentum weights move more smoothly, and where they go is known better.
     smooth = [(0.97, "coast", 0), (0.99, "coast", 0), (0.97, "predict", 0), (0.97, "coast", 1), (0.97, "coast", 2)]
     plan += [_short("petra", s, order="low-staleness", correct=c, **_momentum(m)) for m, c, s in smooth]
-    return plan + [_corrected("low-staleness", f"{c},inertia:{f:g}") for c in ("predict", "coast") for f in (1, 4)]
+    plan += [_corrected("low-staleness", f"{c},inertia:{f:g}") for c in ("predict", "coast") for f in (1, 4)]
+    plan += [_corrected("low-staleness", "predict,inertia:4", seed) for seed in (1, 2)]
+    return plan + [_corrected("low-staleness", f"predict,inertia:{f:g}") for f in (8, 16)]
 
 
 def _fidelity() -> list[Trial]:
