@@ -9,7 +9,7 @@ from networks import residual
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from petra import Network, ReversibleBlock, ReversibleResidual, pareprop, plain_autograd
+from petra import Network, ReversibleBlock, ReversibleResidual, models, pareprop, plain_autograd
 
 
 def network(depth=3, width=4, dropout=0.2):
@@ -147,6 +147,21 @@ def test_compiled_residual_functions(backend):
     net.compile_functions(backend=backend)
     assert list(net.state_dict()) == list(network().state_dict())
     assert_same(gradients(net, data()), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_of_one_class_are_compiled_for_their_own_shapes():
+    """Else their sizes are taken for variables as soon as a second layer has others."""
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.extend(i if isinstance(i, int | torch.SymInt) else tuple(i.shape) for i in inputs)
+        return graph.forward
+
+    net = models.create("resnet18", depths=(1, 1, 1), width=4).compile_functions(backend=backend)
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert sizes
+    assert all(type(size) is int for shape in sizes for size in (shape if isinstance(shape, tuple) else (shape,)))
 
 
 def test_a_hook_of_a_parameter_fires_once():

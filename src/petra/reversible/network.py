@@ -44,10 +44,14 @@ class Network(nn.Sequential):
         return self
 
     def compile_functions(self, **options: Any) -> Self:
-        """`torch.compile` for the residual functions of reversible layers and for all other layers, in place."""
+        """`torch.compile` for the residual functions of reversible layers and for all other layers, in place.
+
+        Shapes are not taken for dynamic unless ``options`` say so: layers of one class differ in theirs.
+        """
         # Functions of one class share their compiled code, one version for each shape, mode and kind of their parts.
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, 256)
+        options = {"dynamic": False, **options}
         for layer in self:
             if isinstance(layer, ReversibleLayer):
                 for coupling in layer.couplings():
