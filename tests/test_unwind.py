@@ -180,6 +180,17 @@ def test_a_gpu_that_waits_for_the_host_is_given_one_stream(monkeypatch):
     assert len({mark.stream for kind, i, mark in log if i < 7}) == 1
 
 
+@pytest.mark.parametrize(("behind", "lanes"), [(0, 1), (3, 1), (4, 2), (9, 2)])
+def test_a_gpu_gets_two_streams_when_it_is_a_coupling_behind(monkeypatch, behind, lanes):
+    gpu, log = GPU([]), []
+    gpu.install(monkeypatch)
+    monkeypatch.setitem(unwind._CAUGHT_UP, "fake", True)
+    monkeypatch.setattr(Mark, "query", lambda mark: mark.clock[mark.stream] <= mark.stream.clock[mark.stream] - behind)
+    couplings = [Noted(i, gpu, log) for i in range(5)]  # of two launches each, an evaluation and a gradient
+    unwind._unwind_overlapped(couplings, Outputs("inputs of 5"), "gradients of 5", lambda i: None)
+    assert len({mark.stream for _, _, mark in log}) == lanes
+
+
 def test_nothing_is_asked_while_a_graph_is_recorded(monkeypatch):
     _, log, _, after = run(monkeypatch, 6, [], capturing=True)
     check(log, 6, after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from typing import Any
 
@@ -19,7 +20,7 @@ Kernels = list[tuple[int, int, int]]
 
 
 def overlap(options: argparse.Namespace) -> Rows:
-    """Medians of steps taken by turns, and what share of a step the GPU is busy."""
+    """Steps taken by turns: their medians and mean ratio; and what share of a step the GPU is busy."""
     models, sizes = (["rev-vit-s"], [2]) if options.smoke else (options.models, options.batch_sizes or [64])
     table = []
     for model in models:
@@ -27,14 +28,19 @@ def overlap(options: argparse.Namespace) -> Rows:
             for extras in [""] if options.smoke else options.extras:
                 row = fits(lambda m=model, s=size, e=extras: compare(m, s, e, options))
                 if row is None:
-                    table.append([model, str(size), extras, "does not fit"] + [""] * 5)
+                    table.append([model, str(size), extras, "does not fit"] + [""] * 6)
                     continue
                 yield row
-                cells = [f"{row['seconds'][way] * 1e3:.2f}" for way in WAYS] + [f"{row['times']:.3f}"]
+                cells = [f"{row['seconds'][way] * 1e3:.2f}" for way in WAYS] + [
+                    f"{row['times']:.3f}",
+                    "..".join(f"{end:.3f}" for end in row["interval"]),
+                ]
                 shares = [f"{row[what][way]:.3f}" for what in ("busy", "at_once") for way in WAYS]
                 table.append([model, str(size), extras, *cells, *shares])
                 print(" ".join(table[-1]), flush=True)
-    header = ["model", "batch", "with", "reversible ms", "pareprop ms", "times", "busy", "busy", "at once", "at once"]
+    header = (
+        ["model", "batch", "with", "reversible ms", "pareprop ms", "times", "95 %"] + ["busy"] * 2 + ["at once"] * 2
+    )
     print(render(header, table, left=1), flush=True)
 
 
@@ -50,18 +56,26 @@ def compare(model: str, size: int, extras: str, options: argparse.Namespace) -> 
         for way in WAYS if turn % 2 else reversed(WAYS):
             seconds[way].append(training.timed(way))
     kernels = {way: timeline(training, way) for way in WAYS}
-    medians = {way: statistics.median(found) for way, found in seconds.items()}
+    times, *interval = over(seconds["reversible"], seconds["pareprop"])
     return {
         "model": model,
         "batch": size,
         "extras": extras,
-        "seconds": medians,
+        "seconds": {way: statistics.median(found) for way, found in seconds.items()},
         "all_seconds": seconds,
-        "times": medians["reversible"] / medians["pareprop"],
+        "times": times,
+        "interval": interval,
         "busy": {way: busy(found)[0] for way, found in kernels.items()},
         "at_once": {way: busy(found)[1] for way, found in kernels.items()},
         "kernels": kernels if options.timelines else None,
     }
+
+
+def over(a: list[float], b: list[float]) -> tuple[float, float, float]:
+    """The geometric mean of a over b, pair by pair, with its 95 % interval: what changes from pair to pair cancels."""
+    ratios = [math.log(x / y) for x, y in zip(a, b, strict=True)]
+    mean, error = statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return math.exp(mean), math.exp(mean - error), math.exp(mean + error)
 
 
 def timeline(training: Training, way: str) -> Kernels:

@@ -44,7 +44,10 @@ def build(model: str, way: str, **options: Any) -> petra.Network:
     if kind not in CONTEXTS or set(extras) - {"compile", "capture"}:
         raise SystemExit(f"there is no way {way!r}: join one of {', '.join(CONTEXTS)} with +compile and +capture")
     torch.manual_seed(0)
-    network = petra.models.create(model.removeprefix("rev-") if kind == "twin" else model, **options)
+    with torch.device(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    ):  # random weights of large networks take a CPU long
+        network = petra.models.create(model.removeprefix("rev-") if kind == "twin" else model, **options)
     if "compile" in extras:
         network.compile_functions()
     if "capture" in extras:

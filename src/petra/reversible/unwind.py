@@ -42,24 +42,28 @@ def _unwind_overlapped(
 ) -> Reversal:
     """Two couplings at a time, unless the GPU has caught up with the host that launches its kernels.
 
-    There is nothing to hide then, and a second lane would only cost the host time.
+    There is nothing to hide then, and a second lane would only cost the host time. One that is behind by less than a
+    coupling has caught up: whatever is launched last takes its time in any case.
     """
     here = torch.cuda.current_stream(streams[0].device)
     recording = torch.cuda.is_current_stream_capturing()  # when an event may not be asked
     caught_up = not recording and _CAUGHT_UP.get(here.device, False)
     total: ParameterGradients = {}
     left = len(couplings)
+    evaluated: torch.cuda.Event | None = None
     while left:
         if caught_up or left == 1:
             left -= 1
             prepare(left)
             rewound = couplings[left].rewind(streams)
-            evaluated = here.record_event()
+            before, evaluated = evaluated, here.record_event()
             gradients, found = rewound.take(gradients)
             streams = rewound.inputs
             add_gradients(total, found)
-            caught_up = not recording and evaluated.query()
+            if before is not None:
+                caught_up = not recording and before.query()  # type: ignore[no-untyped-call]
         else:
+            evaluated = None
             left, caught_up, streams, gradients = _two_lanes(
                 here, recording, couplings[:left], streams, gradients, prepare, total
             )
