@@ -6,6 +6,8 @@ from networks import batches, mixed_network, residual, reversible_network
 from torch import nn
 
 from petra import Network, ReversibleBlock, ReversibleLayer, ReversibleResidual, check_invertible, plain_autograd
+from petra.reversible.gradients import trainable
+from petra.reversible.modules import held_tensors, submodules
 from petra.reversible.randomness import forked
 from petra.reversible.statistics import frozen_statistics
 
@@ -337,3 +339,18 @@ class TestCheck:
     def test_ordinary_modules_are_named(self):
         with pytest.raises(ValueError, match="Conv2d is not a reversible layer"):
             check_invertible(nn.Conv2d(3, 3, 1), *streams(requires_grad=False))
+
+
+def test_walking_through_modules_finds_what_torch_finds():
+    shared = nn.Linear(2, 2)
+    shared.bias.requires_grad_(False)
+    first, second = nn.Sequential(shared, nn.BatchNorm1d(2), nn.Sequential(shared)), nn.ModuleDict({"a": shared})
+    second.register_module("none", None)
+    second.register_buffer("nothing", None)
+    modules = [first, residual(3), second, shared]
+    every = list(dict.fromkeys(m for module in modules for m in module.modules()))
+    assert submodules(modules) == every
+    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+    assert list(map(id, trainable(modules))) == [id(p) for p in parameters if p.requires_grad]
+    buffers = (b for module in modules for b in module.buffers())
+    assert {*map(id, held_tensors(modules))} == {*map(id, parameters), *map(id, buffers)}

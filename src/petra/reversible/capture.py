@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.reversible.coupling import Coupling
+from petra.reversible.modules import held_tensors
 from petra.reversible.randomness import forked, random_state
 from petra.reversible.statistics import frozen_statistics, modes, normalisations
 from petra.reversible.streams import Gradients, Streams, autocast_dtype, autocasting, differentiable
@@ -43,7 +44,7 @@ class Captures:
     ) -> Streams:
         """Like a reversible run, with every launch recorded."""
         modules = [module for coupling in couplings for module in coupling.modules]
-        held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        held = held_tensors(modules)
         key = (
             tuple((type(coupling), *map(id, coupling.modules)) for coupling in couplings),
             tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in held),
@@ -70,7 +71,7 @@ class Program:
         self.modules = [module for coupling in couplings for module in coupling.modules]
         self.norms = normalisations(self.modules)
         # Kept, so that nothing else can come to lie where the graphs read.
-        self.held = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        self.held = held_tensors(self.modules)
         self.inputs = tuple(x.detach().clone() for x in streams)
         with _aliased(self.couplings, parameters) as self.aliases:
             self._warm_up()

@@ -72,7 +72,7 @@ class Coupling(ABC):
 
     def named(self: C, keywords: Keywords) -> C:
         """The same coupling, whose functions take the last companions by name."""
-        return replace(self, keywords=keywords)
+        return self if keywords is self.keywords else replace(self, keywords=keywords)
 
 
 @dataclass(frozen=True)

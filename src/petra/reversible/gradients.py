@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from petra.reversible.modules import submodules
 from petra.reversible.streams import Gradients, Streams
 
 ParameterGradients = dict[nn.Parameter, Tensor]
@@ -24,7 +25,8 @@ class Reversal(NamedTuple):
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of the modules that want a gradient, each once."""
-    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+    held = (p for module in submodules(modules) for p in module._parameters.values())
+    return list(dict.fromkeys(p for p in held if p is not None and p.requires_grad))
 
 
 def add_gradients(total: ParameterGradients, more: ParameterGradients) -> None:

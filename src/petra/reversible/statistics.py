@@ -8,18 +8,19 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from petra.reversible.modules import submodules
+
 _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def normalisations(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The batch and instance norms inside the modules that keep running statistics, each once."""
-    found = dict.fromkeys(m for module in modules for m in module.modules())
-    return [m for m in found if isinstance(m, _NormBase) and m.running_mean is not None]
+    return [m for m in submodules(modules) if isinstance(m, _NormBase) and m.running_mean is not None]
 
 
 def modes(modules: Iterable[nn.Module]) -> dict[nn.Module, bool]:
     """Which of the modules and their parts are in training mode."""
-    return {m: m.training for module in modules for m in module.modules()}
+    return {m: m.training for m in submodules(modules)}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from petra.reversible.modules import submodules
 from petra.reversible.statistics import normalisations
 
 Versions = list[tuple[Tensor, int]]
@@ -30,14 +31,14 @@ def versions(modules: Sequence[nn.Module]) -> Versions:
     A batch norm in training mode does not read its running statistics, so they may go on.
     """
     going_on = {m for m in normalisations(modules) if m.training}
-    parts = dict.fromkeys(m for module in modules for m in module.modules())
+    parts = submodules(modules)
     held = (t for m in parts for t in (*m._parameters.values(), *(() if m in going_on else m._buffers.values())))
     return [(tensor, tensor._version) for tensor in held if tensor is not None and not tensor.is_inference()]
 
 
 def check_unchanged(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter], then: Versions) -> None:
     """Raise unless the modules have the weights that they had ``then``."""
-    own = {id(p) for module in modules for p in module.parameters()}
+    own = {id(p) for module in submodules(modules) for p in module._parameters.values()}
     if any(id(p) not in own for p in parameters):
         raise RuntimeError(_OTHERS)
     if any(tensor._version != version for tensor, version in then):
