@@ -345,6 +345,8 @@ def test_walking_through_modules_finds_what_torch_finds():
     shared = nn.Linear(2, 2)
     shared.bias.requires_grad_(False)
     first, second = nn.Sequential(shared, nn.BatchNorm1d(2), nn.Sequential(shared)), nn.ModuleDict({"a": shared})
+    second["tied"] = nn.Linear(2, 2, bias=False)
+    second["tied"].weight = shared.weight
     second.register_module("none", None)
     second.register_buffer("nothing", None)
     modules = [first, residual(3), second, shared]
