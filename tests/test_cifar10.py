@@ -100,9 +100,11 @@ def test_table2_chooses_k_on_the_training_loss():
         "revnet18-backprop-k1-e100-s1": result(0.95),
         "revnet18-petra-lock-step-k4-e100-s0": result(0.93, loss=0.02),
         "revnet18-petra-lock-step-k8-e100-s0": result(0.96, loss=0.03),
+        "revnet18-backprop-k4-e100-s0": result(0.955),
     }
     rows = {line.split(" | ")[1]: line for line in tables.table2(known).splitlines() if line.startswith("| revnet18")}
-    assert "94.50 ± 0.71" in rows["backprop, batch 128"]
+    assert "94.50 ± 0.71 | 94.50 ± 0.71 | 0.1000 | 2/3 |  | 94.9" in rows["backprop, batch 128"]
+    assert "+1.00 | 94.9" in rows["backprop, batch 64 × 4"]
     assert "-1.50 | 94.9" in rows["PETRA, lock-step, k = 4 (chosen)"]
     assert "+1.50 | 94.9" in rows["PETRA, lock-step, k = 8"]
     assert tables.NOT_RUN in rows["PETRA, lock-step, k = 2"]

@@ -88,11 +88,12 @@ def table2(known: Known) -> str:
         options = trials[0].options
         model, k = options["model"], options["accumulate"]
         place = 2 if options["method"] == "petra" else model.startswith("revnet")
-        how = f"PETRA, {options['order']}, k = {k}" if options["method"] == "petra" else "backprop, batch 128"
+        batch = f"{options.get('batch_size', 64)}" + (f" × {k}" if k > 1 else "")
+        how = f"PETRA, {options['order']}, k = {k}" if options["method"] == "petra" else f"backprop, batch {batch}"
         how += " (chosen)" if name == chosen("table2", model, known) else ""
-        backprop = next(t for n, t in groups("table2").items() if n.startswith(f"{model}-backprop"))
+        first, backprop = next(pair for pair in groups("table2").items() if pair[0].startswith(f"{model}-backprop-k1"))
         ours, theirs = values(trials, known), values(backprop, known)
-        gap = f"{100 * (fmean(ours) - fmean(theirs)):+.2f}" if ours and theirs and trials is not backprop else ""
+        gap = f"{100 * (fmean(ours) - fmean(theirs)):+.2f}" if ours and theirs and name != first else ""
         rows.append([model, how, *_cells(trials, known), gap, f"{PAPER_TABLE_2[model[-2:]][place]}"])
     return markdown(["network", "method", *CELLS, "to its backprop", "paper (300 epochs)"], rows)
 
