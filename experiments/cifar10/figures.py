@@ -96,7 +96,7 @@ def _table4(figure: Any, known: Known) -> bool:
     if not (all_of_them := values(PLANS["table4"], known)):
         return False
     axis = figure.subplots()
-    names = ("revnet18", "revnet34", "revnet50")
+    names = list(dict.fromkeys(t.options["model"] for t in PLANS["table4"] if values([t], known)))
     for place, method in enumerate(TABLE_4):
         found = [
             values([t for t in PLANS["table4"] if (t.options["method"], t.options["model"]) == (method, m)], known)
@@ -104,9 +104,9 @@ def _table4(figure: Any, known: Known) -> bool:
         ]
         points = [(i + 0.15 * (place - 2), 100 * fmean(v)) for i, v in enumerate(found) if v]
         axis.bar([x for x, _ in points], [y for _, y in points], 0.14, label=method)
-    axis.set_xticks(range(3), names)
+    axis.set_xticks(range(len(names)), names)
     axis.legend(fontsize="small")
-    axis.set(ylabel="test accuracy, %", ylim=(100 * min(all_of_them) - 1, None))
+    axis.set(ylabel="test accuracy, %", xlim=(-0.5, len(names) - 0.5), ylim=(100 * min(all_of_them) - 1, None))
     return True
 
 
