@@ -37,14 +37,15 @@ def _table2() -> list[Trial]:
     def backprop(model: str, seed: int = 0) -> Trial:
         return trial(model, "backprop", seed, **paper)
 
-    def petra(model: str, k: int, seed: int = 0, order: str = "lock-step") -> Trial:
-        return trial(model, "petra", seed, order=order, accumulate=k, **hundred)
+    def petra(model: str, k: int, seed: int = 0, order: str = "lock-step", **more: Any) -> Trial:
+        return trial(model, "petra", seed, order=order, accumulate=k, **hundred, **more)
 
     plan = [backprop("revnet18"), petra("revnet18", 4), petra("revnet18", 8)]
     for seed in (1, 2):
         plan += [backprop("revnet18", seed), petra("revnet18", 4, seed)]
-    # Staleness alone: half of it, and none with PETRA's batch and learning rate.
+    # Staleness alone: half of it, what is left of it corrected, and none with PETRA's batch and learning rate.
     plan += [petra("revnet18", 4, order="low-staleness"), trial("revnet18", "backprop", accumulate=4, **hundred)]
+    plan += [petra("revnet18", 4, order="low-staleness", correct="predict,inertia:4")]
     plan += [backprop("resnet18", seed) for seed in (0, 1, 2)] + [petra("revnet18", 2)]
     for model in ("revnet34", "revnet50"):
         plan += [backprop(model), petra(model, 8)]

@@ -90,6 +90,7 @@ def table2(known: Known) -> str:
         place = 2 if options["method"] == "petra" else model.startswith("revnet")
         batch = f"{options.get('batch_size', 64)}" + (f" × {k}" if k > 1 else "")
         how = f"PETRA, {options['order']}, k = {k}" if options["method"] == "petra" else f"backprop, batch {batch}"
+        how += f", {options['correct']}" if "correct" in options else ""
         how += " (chosen)" if name == chosen("table2", model, known) else ""
         first, backprop = next(pair for pair in groups("table2").items() if pair[0].startswith(f"{model}-backprop-k1"))
         ours, theirs = values(trials, known), values(backprop, known)
