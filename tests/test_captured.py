@@ -417,6 +417,7 @@ def test_a_failed_recording_leaves_the_stream_that_was_there(monkeypatch):
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, nothing)
     monkeypatch.setattr(torch._C, "_host_emptyCache", nothing, raising=False)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", "its own")  # made on a GPU otherwise
     monkeypatch.setattr(GraphRecorder, "_tidy_up", nothing)
     recorder = object.__new__(GraphRecorder)
     recorder._device, recorder._pool = torch.device("cuda", 0), (0, 1)

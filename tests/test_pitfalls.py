@@ -173,6 +173,17 @@ def test_a_hook_of_a_parameter_fires_once():
     assert sorted(fired) == sorted(name for name, _ in net.named_parameters())
 
 
+def _sharded(rank, expected):
+    """Shards of parameters, gathered by the root for the whole network."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = network(dropout=0.0).eval()
+    fully_shard(net)
+    net(data(8).chunk(2)[rank]).square().sum().backward()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(2 * p.grad.full_tensor(), expected[name], rtol=1e-9, atol=1e-9)
+
+
 def _data_parallel(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
@@ -184,14 +195,8 @@ def _data_parallel(rank, folder):
         wrapped(data(8).chunk(2)[rank]).square().sum().backward()
     for name, p in net.named_parameters():
         torch.testing.assert_close(2 * p.grad, expected[name], rtol=1e-9, atol=1e-9)
-    # shards of parameters, gathered by the root for the whole network
-    from torch.distributed.fsdp import fully_shard
-
-    sharded = network(dropout=0.0).eval()
-    fully_shard(sharded)
-    sharded(data(8).chunk(2)[rank]).square().sum().backward()
-    for name, p in sharded.named_parameters():
-        torch.testing.assert_close(2 * p.grad.full_tensor(), expected[name], rtol=1e-9, atol=1e-9)
+    if torch.__version__ >= (2, 7):  # on a CPU, shards do not work before
+        _sharded(rank, expected)
     dist.barrier()
     dist.destroy_process_group()
 

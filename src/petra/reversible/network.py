@@ -50,7 +50,8 @@ class Network(nn.Sequential):
         """
         # Functions of one class share their compiled code, one version for each shape, mode and kind of their parts.
         config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, 256)
+        limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # of PyTorch 2.6
+        setattr(config, limit, max(getattr(config, limit), 256))
         options = {"dynamic": False, **options}
         for layer in self:
             if isinstance(layer, ReversibleLayer):
