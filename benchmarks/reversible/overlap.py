@@ -31,17 +31,13 @@ def overlap(options: argparse.Namespace) -> Rows:
                     table.append([model, str(size), extras, "does not fit"] + [""] * 6)
                     continue
                 yield row
-                cells = [f"{row['seconds'][way] * 1e3:.2f}" for way in WAYS] + [
-                    f"{row['times']:.3f}",
-                    "..".join(f"{end:.3f}" for end in row["interval"]),
-                ]
+                cells = [f"{row['seconds'][way] * 1e3:.2f}" for way in WAYS] + [f"{row['times']:.3f}"]
+                cells.append("..".join(f"{end:.3f}" for end in row["interval"]))
                 shares = [f"{row[what][way]:.3f}" for what in ("busy", "at_once") for way in WAYS]
                 table.append([model, str(size), extras, *cells, *shares])
                 print(" ".join(table[-1]), flush=True)
-    header = (
-        ["model", "batch", "with", "reversible ms", "pareprop ms", "times", "95 %"] + ["busy"] * 2 + ["at once"] * 2
-    )
-    print(render(header, table, left=1), flush=True)
+    header = ["model", "batch", "with", "reversible ms", "pareprop ms", "times", "95 %"]
+    print(render([*header, "busy", "busy", "at once", "at once"], table, left=1), flush=True)
 
 
 def compare(model: str, size: int, extras: str, options: argparse.Namespace) -> dict[str, Any]:

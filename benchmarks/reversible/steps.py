@@ -44,9 +44,8 @@ def build(model: str, way: str, **options: Any) -> petra.Network:
     if kind not in CONTEXTS or set(extras) - {"compile", "capture"}:
         raise SystemExit(f"there is no way {way!r}: join one of {', '.join(CONTEXTS)} with +compile and +capture")
     torch.manual_seed(0)
-    with torch.device(
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ):  # random weights of large networks take a CPU long
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):  # a CPU takes long for the random weights of large networks
         network = petra.models.create(model.removeprefix("rev-") if kind == "twin" else model, **options)
     if "compile" in extras:
         network.compile_functions()
