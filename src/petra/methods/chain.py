@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from petra.reversible.coupling import Additive, Coupling
 from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients, saved_tensors, trainable, vjp
 from petra.reversible.layer import ReversibleLayer
+from petra.reversible.modules import submodules
 from petra.reversible.network import runs
 from petra.reversible.randomness import derived_seed, forked, random_state, seed_generators
 from petra.reversible.rearrange import Rearrangement
@@ -104,7 +105,7 @@ class Chain:
 
     def modules(self) -> list[nn.Module]:
         """All modules of the stage, each once."""
-        return list(dict.fromkeys(module for layer in self.layers for module in layer.modules()))
+        return submodules(self.layers)
 
     def evaluate(self, segment: Segment, streams: Streams, microbatch: int) -> Streams:
         """Outputs alone: no graph, running statistics left as they are."""
