@@ -44,13 +44,15 @@ def _table2() -> list[Trial]:
     for seed in (1, 2):
         plan += [backprop("revnet18", seed), petra("revnet18", 4, seed)]
     # Staleness alone: half of it, what is left of it corrected, and none with PETRA's batch and learning rate.
+    ours: dict[str, Any] = {"order": "low-staleness", "correct": "predict,inertia:4"}
     plan += [petra("revnet18", 4, order="low-staleness"), trial("revnet18", "backprop", accumulate=4, **hundred)]
-    plan += [petra("revnet18", 4, order="low-staleness", correct="predict,inertia:4")]
+    plan += [petra("revnet18", 4, **ours)]
     plan += [backprop("resnet18", seed) for seed in (0, 1, 2)] + [petra("revnet18", 2)]
     for model in ("revnet34", "revnet50"):
         plan += [backprop(model), petra(model, 8)]
     plan += [petra("revnet18", k, seed) for seed in (1, 2) for k in (8, 2)]
     plan += [petra("revnet18", 4, seed, "low-staleness") for seed in (1, 2)]
+    plan += [petra("revnet18", k, seed, **ours) for k, seed in ((4, 1), (4, 2), (2, 0), (2, 1), (2, 2))]
     plan += [petra("revnet34", 4), petra("revnet50", 4), backprop("resnet34"), backprop("resnet50")]
     return [*plan, petra("revnet18", 1)]
 
