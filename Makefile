@@ -19,8 +19,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/petra compare --recipe digits --methods reversible petra --out runs/demo --overwrite
 
+# Three processes for two cores: some tests wait for timeouts.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

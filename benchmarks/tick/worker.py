@@ -17,20 +17,20 @@ import petra
 CUDA = torch.cuda.is_available()
 
 
-def options() -> argparse.Namespace:
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--method", required=True, help="NAME[@ORDER][/STAGES]")
     parser.add_argument("--device", required=True)
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--width", type=int)
     parser.add_argument("--capture", action="store_true")
     parser.add_argument("--autocast", choices=("bf16",))
     parser.add_argument("--messages", choices=("bf16",))
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--benchmark", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def parse(method: str) -> tuple[str, str | None, int | None]:
@@ -49,7 +49,8 @@ def make(given: argparse.Namespace) -> petra.Trainer:
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = given.benchmark
     torch.backends.cudnn.deterministic = given.deterministic
-    network = petra.models.create(given.model, num_classes=10, width=given.width).to(given.device)
+    width = {} if given.width is None else {"width": given.width}
+    network = petra.models.create(given.model, num_classes=10, **width).to(given.device)
     if given.channels_last:
         network = network.to(memory_format=torch.channels_last)
     name, order, stages = parse(given.method)
@@ -86,6 +87,11 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
+def until_steady(trainer: petra.Trainer) -> int:
+    """Ticks until the pipeline is full, each micro-batch in flight has seen other weights, and ticks are recorded."""
+    return 2 * trainer.order.staleness(0) + 10
+
+
 def say(**what) -> None:
     print(json.dumps(what), flush=True)
 
@@ -105,10 +111,7 @@ def main() -> None:
         synchronise()
         return time.perf_counter() - began
 
-    # Until the pipeline is full and every micro-batch in flight has seen other weights; recording needs a few more.
-    run(2 * trainer.order.staleness(0) + 2)
-    if given.capture:
-        run(8)
+    run(until_steady(trainer))
     executor = trainer.executor
     say(
         stages=len(trainer.stages),
