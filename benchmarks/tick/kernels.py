@@ -1,0 +1,54 @@
+"""Which kernels the time of a tick goes to: one method on one GPU, by the names that the profiler gives them.
+
+    K=benchmarks/tick/kernels.py
+    python $K --model revnet18 --batch-size 64 --method petra --capture --autocast bf16 --channels-last
+
+Takes the options of worker.py. Kernels of stages that are at work side by side overlap, so their times add up to more
+than the tick takes.
+"""
+
+import sys
+import time
+from collections import defaultdict
+
+import worker
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from petra.tables import render
+
+TICKS = 10
+SHOWN = 40
+
+
+def main() -> None:
+    given = worker.options([*sys.argv[1:], "--device", "cuda"])
+    trainer, data = worker.make(given), worker.batches(given)
+
+    def run(ticks: int) -> float:
+        worker.synchronise()
+        began = time.perf_counter()
+        for tick in range(ticks):
+            trainer.step(*data[tick % len(data)])
+        worker.synchronise()
+        return (time.perf_counter() - began) / ticks
+
+    run(worker.until_steady(trainer))
+    seconds = run(5 * TICKS)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run(TICKS)
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events() or []:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            spent[event.name].append(event.time_range.elapsed_us())
+    whole = sum(map(sum, spent.values()))
+    rows = []
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
+        share = f"{sum(times) / whole:.3f}"
+        rows.append([name[:110], f"{len(times) / TICKS:.1f}", f"{sum(times) / TICKS:.1f}", share])
+    print(render(["kernel", "a tick", "µs a tick", "share"], rows, left=1))
+    print(f"{1e3 * seconds:.3f} ms a tick without the profiler; {whole / TICKS / 1e3:.3f} ms of kernels")
+
+
+if __name__ == "__main__":
+    main()
