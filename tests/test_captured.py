@@ -230,6 +230,36 @@ def test_modes_that_change_are_noticed():
     assert trainers[1].executor.replayed > 5
 
 
+class Tempered(nn.Module):
+    """A loss with a number that its owner may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.strength = 1.0
+
+    def forward(self, outputs, targets):
+        return self.strength * nn.functional.cross_entropy(outputs, targets)
+
+
+def test_numbers_that_modules_hold_are_noticed_when_they_change():
+    losses = [Tempered(), Tempered()]
+    trainers = pair()
+    for trainer, loss in zip(trainers, losses, strict=True):
+        trainer.stages[-1].loss = loss
+    trainers[1].executor = CapturedExecutor(trainers[1].stages, trainers[1].order, ReplayRecorder())
+    for number, (x, y) in enumerate(data(40)):
+        for trainer, loss in zip(trainers, losses, strict=True):
+            loss.strength = 1.0 if number < 16 else 0.1
+            norms = [m for m in trainer.network.modules() if isinstance(m, nn.BatchNorm2d)]
+            for norm in norms:
+                norm.momentum = 0.1 if number < 28 else 0.5
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert norms
+    assert trainers[1].executor._recorder.recorded == 3
+    assert trainers[1].executor.replayed > 15
+
+
 def test_settings_of_an_optimizer_that_change_are_noticed():
     """A learning rate is read at every replay; momentum and weight decay are what they were in the recording."""
     trainers = pair()

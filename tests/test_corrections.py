@@ -7,7 +7,7 @@ import torch
 from delays import data, network, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import mixed_network
+from networks import batches, mixed_network
 from torch import nn
 from trainers import make, same_weights, trained
 
@@ -376,3 +376,16 @@ def test_names():
         assert find(str(find(kind.example))) == find(kind.example)
     trainer = make(mixed_network(), stages=3, corrections=[find("shrink:0.5"), "predict"])
     assert trainer.layout["corrections"] == ["predict", "shrink:0.5"]
+
+
+def test_inertia_goes_with_a_momentum_that_a_scheduler_moves():
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=60)
+
+    trainer = make(mixed_network(), stages=5, corrections=["inertia:1"], scheduler=cycle)
+    for x, y in batches(12):
+        trainer.step(x, y)
+        for stage in trainer.stages[:-1]:
+            (group,) = stage.optimizer.param_groups
+            site = stage.corrected.site
+            assert site.rate == pytest.approx((1 - site.momentum(group)) / (1 - group["momentum"]))

@@ -276,3 +276,25 @@ def test_what_a_caller_can_read():
     assert [g.shape for g in stage.gradients()] == [p.shape for p in stage.parameters]
     assert sorted(stage.kept) == [3, 4]
     assert stage.held()["inputs"]
+
+
+def test_what_would_train_nothing_or_otherwise_is_refused_and_leaves_no_trace():
+    trainer = make(mixed_network(), stages=3)
+    data = list(batches(4))
+    trainer.step(*data[0])
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="leave it before the step"):
+        trainer.step(*data[1])
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"with autocast=torch\.bfloat16"):
+        trainer.step(*data[1])
+    with torch.no_grad():
+        trainer.step(*data[1])
+    other = make(mixed_network(), stages=3, autocast=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        other.step(*data[0])
+    assert trainer.executor.microbatches == 2
+
+
+def test_a_loss_that_is_no_number_is_refused():
+    trainer = make(mixed_network(), loss=lambda outputs, targets: (outputs.sum(), targets))
+    with pytest.raises(TypeError, match="the loss is of type tuple: give one number"):
+        trainer.step(*next(iter(batches(1))))

@@ -242,6 +242,40 @@ def test_an_error_on_one_rank_ends_all():
         run_together(work, 3)
 
 
+class Fork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x), 2 * self.inner(x)
+
+
+class Choose(nn.Module):
+    """Uses its second input every other time."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x, y):
+        self.calls += 1
+        return x if self.calls > 6 else x + y
+
+
+def test_a_gradient_that_is_missing_now_and_then_is_refused():
+    data = [(torch.randn(3, 4), torch.randint(4, (3,))) for _ in range(6)]
+
+    def work(transport):
+        torch.manual_seed(0)
+        trainer = make(Network(Fork(), Choose(), nn.Linear(4, 4)), transport=transport, stages=3, placement=[0, 1, 1])
+        for x, y in data:
+            trainer.step(x, y)
+
+    with pytest.raises(ValueError, match="stage 1 has no gradient for one of its inputs in micro-batch"):
+        run_together(work, ranks=2)
+
+
 def test_ranks_that_differ_are_named_with_what_differs():
     def work(transport):
         make(mixed_network(), transport=transport, stages=2, accumulate=1 + transport.place.rank)

@@ -23,7 +23,7 @@ from petra.measure import environment
 from petra.tables import render
 
 HERE = Path(__file__).parent
-CASES = ("revnet18:128:backprop/1", "revnet18:64:petra", "resnet164-cifar:128:backprop/1")
+CASES = ("revnet18:128:backprop/1", "revnet18:64:petra", "resnet164-basic:128:backprop/1")
 
 
 def of_worker(case: str, given: argparse.Namespace) -> list[str]:

@@ -1,13 +1,16 @@
-"""What a recorded tick takes for granted: modes, settings of optimizers, and where that which is trained lies."""
+"""What a recorded tick takes for granted: settings of modules and optimizers, and where that which is trained lies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from petra.execution.stage import Stage
+
+_NUMBERS = (bool, int, float, str)
+"""Attributes of a module that its forward may read, like a rate or a temperature."""
 
 _PLAIN = (int, float, str, tuple, type(None))
 """Settings of an optimizer that are a part of its kernels; its learning rate is in the device's memory."""
@@ -18,13 +21,17 @@ class Fixed:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
-        self._modules = [m for stage in stages for layer in stage.chain.layers for m in layer.modules()]
-        self._buffers = [m._buffers for m in self._modules if m._buffers]
+        losses = [stage.loss for stage in stages if isinstance(stage.loss, nn.Module)]
+        owners = [*(layer for stage in stages for layer in stage.chain.layers), *losses]
+        modules = [m for owner in owners for m in owner.modules()]
+        own = [vars(module) for module in modules]
+        self._attributes = [(values, name) for values in own for name, v in values.items() if type(v) in _NUMBERS]
+        self._buffers = [m._buffers for m in modules if m._buffers]
         self._parameters = [p for stage in stages for p in stage.parameters]
 
     def __call__(self) -> Any:
         """The same as before as long as nothing has changed."""
-        modes = [module.training for module in self._modules]
+        modes: list[Any] = [values.get(name) for values, name in self._attributes]
         modes += [p.requires_grad for p in self._parameters]
         settings: list[Any] = []
         places = [b.data_ptr() for buffers in self._buffers for b in buffers.values() if b is not None]

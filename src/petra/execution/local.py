@@ -106,6 +106,15 @@ class LocalExecutor:
     def _whole(self) -> Iterator[None]:
         """A tick is done whole; once one has stopped half-way, only a checkpoint helps."""
         self._refuse_if_halted()
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("nothing can be trained in torch.inference_mode(): leave it before the step")
+        settings = self.stages[0].chain.settings
+        device = settings.device.type
+        if settings.autocast is None and device != "meta" and torch.is_autocast_enabled(device):
+            raise RuntimeError(
+                "torch.autocast around a step has no effect, for layers are also computed at other times: "
+                "make the trainer with autocast=torch.bfloat16 instead"
+            )
         try:
             yield
         except BaseException as error:

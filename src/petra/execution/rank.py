@@ -88,7 +88,15 @@ class RankExecutor(LocalExecutor):
         if action.stage - 1 in self._owned:
             super()._send_down(action, message)
         else:
-            self._send(self._placement[action.stage - 1], action, as_tensors(message))
+            tensors = as_tensors(message)
+            wanted = self._rehearsal.shapes(self._shapes[action.microbatch]).downs[action.stage - 1]
+            if [x is None for x in tensors] != [x is None for x in wanted]:
+                raise ValueError(
+                    f"stage {action.stage} has no gradient for one of its inputs in micro-batch {action.microbatch}, "
+                    "or one more than others have: on several ranks, have each micro-batch use all streams, "
+                    "if need be by adding zero times a stream"
+                )
+            self._send(self._placement[action.stage - 1], action, tensors)
 
     def _send(self, to: int, label: Action, tensors: Template) -> None:
         # Transports send values in the order of dimensions: in this one, that is how they lie in memory.

@@ -133,6 +133,8 @@ class Stage:
         leaf = leaves(outputs)
         with torch.enable_grad():
             loss = self.loss(single(leaf), targets)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the loss is of type {type(loss).__name__}: give one number, as a tensor")
         if loss.numel() != 1:
             raise ValueError(f"the loss is of shape {tuple(loss.shape)}: give one number, like the mean over samples")
         if not loss.is_meta and not self.recording:
@@ -232,6 +234,8 @@ class Stage:
         """Set the learning rate of the next update."""
         if self.scheduler is not None:
             self.scheduler.step()
+            if self.corrected is not None:
+                self.corrected.set_rate()  # it may go with the momentum, which some schedulers move too
 
     def _average_over_replicas(self) -> None:
         assert self.average is not None
