@@ -259,7 +259,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly.
 
-        Of the stages that are here; those of other ranks are the business of their own trainers.
+        Of the stages that are here; those of other ranks are the business of their own trainers. The tensors are
+        those of the trainer itself, and move on with it: to keep a state in memory, ``copy.deepcopy`` it.
         """
         executor = self.executor.state_dict()
         stages = {}
@@ -278,63 +279,54 @@ class Trainer:
                     f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
                     f"use the same {name} to resume it"
                 )
+        networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
+        for stage in self.stages:  # before anything is changed
+            weights = state["stages"][stage.index]["weights"]
+            states.check_network(networks[stage.index], weights["network"])
+            states.check_weights(stage, [weights], self._names)
+        flights = {}
         for stage in self.stages:
-            saved = _moved(state["stages"][stage.index], self.device)
-            self._load_network(stage.index, saved["weights"]["network"])
+            saved = state["stages"][stage.index]
+            states.load_network(self.network, networks[stage.index], saved["weights"]["network"])
             states.load_weights(stage, saved["weights"], self._names)
-            stage.load_in_flight(saved["flight"])
-            for own, value in zip(stage.statistics(), saved["flight"]["statistics"], strict=True):
+            flights[stage.index] = flight = states.moved(saved["flight"], self.device)
+            stage.load_in_flight(flight)
+            for own, value in zip(stage.statistics(), flight["statistics"], strict=True):
                 own.copy_(value)
-        flights = {stage.index: state["stages"][stage.index]["flight"] for stage in self.stages}
-        self.executor.load_state_dict(_moved(state["executor"], self.device), _moved(flights, self.device))
+        self.executor.load_state_dict(state["executor"], flights)
 
     def load_drained(self, state: dict[str, Any]) -> None:
         """Continue from the whole state of a trainer with other stages or replicas in which nothing is in flight."""
         if state["executor"]["fed"]:
             raise ValueError("micro-batches are in flight in this state: drain the trainer before it is taken")
-        saved = [_moved(one["weights"], self.device) for one in state["stages"].values()]
+        saved = [one["weights"] for one in state["stages"].values()]
         network = {name: value for one in saved for name, value in one["network"].items()}
+        networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
         for stage in self.stages:
-            self._load_network(stage.index, network)
+            states.check_network(networks[stage.index], network)
+            states.check_weights(stage, saved, self._names)
+        for stage in self.stages:
+            states.load_network(self.network, networks[stage.index], network)
             states.load_drained(stage, saved, self._names)
         nothing: dict[int, dict[str, Any]] = {
             stage.index: {"ups": {}, "downs": {}, "targets": {}} for stage in self.stages
         }
         self.executor.load_state_dict(state["executor"], nothing)
 
-    def _network_of(self, stage: int) -> dict[str, Tensor]:
+    def _network_of(self, stage: int) -> dict[str, Any]:
+        """The part of a stage; what belongs to the network itself, not to a layer, is the first one's."""
         found = self.network.state_dict()
-        return {name: value for name, value in found.items() if self._stage_of[name.split(".")[0]] == stage}
-
-    def _load_network(self, stage: int, values: Mapping[str, Tensor]) -> None:
-        own = self._network_of(stage)
-        if missing := set(own) - set(values):
-            raise RuntimeError(f"{min(missing)} is not in the checkpoint")
-        for name, value in own.items():
-            if value.shape != values[name].shape:
-                found, wanted = list(values[name].shape), list(value.shape)
-                raise RuntimeError(f"{name} has shape {found} in the checkpoint, not {wanted}")
-            value.copy_(values[name])
+        return {name: value for name, value in found.items() if self._stage_of.get(name.split(".")[0], 0) == stage}
 
     def _on_device(self, inputs: Tensor | Streams) -> Streams:
         return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
 
 
-def weights_hash(network: Mapping[str, Tensor]) -> str:
+def weights_hash(network: Mapping[str, Any]) -> str:
     """A fingerprint of all weights and running statistics."""
     digest = hashlib.sha256()
     for name, value in network.items():
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if isinstance(value, Tensor):  # a module's extra state can be anything
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _moved(state: Any, device: torch.device) -> Any:
-    """The same state with its tensors on ``device``, in containers of its own."""
-    if isinstance(state, Tensor):
-        return state.to(device)
-    if isinstance(state, dict):
-        return {key: _moved(value, device) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_moved(value, device) for value in state)
-    return state
