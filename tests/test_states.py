@@ -1,6 +1,7 @@
 """States of trainers: what is loaded is copied, and what does not fit is refused before anything is changed."""
 
 import copy
+import pickle
 from collections import namedtuple
 
 import pytest
@@ -191,3 +192,10 @@ def test_buffers_of_the_network_itself_and_extra_states():
     other.load_state_dict(first.state_dict())
     assert other.network.mean.tolist() == [2, 2, 2]
     assert other.network[1].seen == 7
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_trainers_are_not_duplicated_without_their_gradients(duplicate):
+    trainer = make(network())
+    with pytest.raises(ValueError, match="load_state_dict"):
+        duplicate(trainer)

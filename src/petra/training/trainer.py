@@ -43,6 +43,7 @@ from petra.training.preparation import (
     place_stages,
     refuse_other_dtypes,
     refuse_sharing,
+    refuse_unfrozen,
 )
 
 
@@ -63,7 +64,7 @@ class Trainer:
 
     ``network`` is an ``nn.Sequential`` or `petra.Network`; it is trained in place, its modules in the modes
     (``train()`` or ``eval()``) they are in. ``stages`` is their
-    number, or the number of layers of each. ``optimizer`` makes one for the parameters of a stage,
+    number, or the number of layers of each. ``optimizer`` makes one for the parameters of a stage that are not frozen,
     ``scheduler`` a learning-rate scheduler for it, stepped after every update of the stage. An update
     uses the mean gradient of ``accumulate`` micro-batches, clipped to ``clip_norm`` stage by stage.
     ``order`` is ``"low-staleness"``, ``"lock-step"``, ``"locked-forward"`` or the numbers of micro-batches in
@@ -160,15 +161,14 @@ class Trainer:
             for layer in chain.layers:
                 layer.to(self.device if owned_here else "meta")  # another rank holds its weights
             if owned_here:
-                trained = [p for p in chain.parameters() if p.requires_grad]
-                own = make_optimizer(optimizer, trained) if trained else None
+                own = make_optimizer(optimizer, chain.parameters())
                 stage = Stage(
                     index,
                     len(cuts),
                     chain,
                     self.method,
                     own,
-                    scheduler=make_scheduler(scheduler, own) if scheduler is not None and own is not None else None,
+                    scheduler=make_scheduler(scheduler, own),
                     loss=loss if index == len(cuts) - 1 else None,
                     clip_norm=clip_norm,
                     sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
@@ -187,8 +187,15 @@ class Trainer:
             rehearsal = Rehearsal(list(network), cuts, self.method, message_dtype)
             self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal, in_channels_last)
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
+        self._frozen = [p for stage in made for p in stage.parameters if not p.requires_grad]
         layers = list(network._modules)  # named_children would leave a layer out that comes twice
         self._stage_of = {layers[i]: index for index, cut in enumerate(cuts) for i in cut}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a Trainer cannot be copied or pickled, for gradients would be lost: make another one of a copy of the "
+            "network, and give the state_dict() of this one to its load_state_dict"
+        )
 
     @property
     def stages(self) -> list[Stage]:
@@ -201,6 +208,7 @@ class Trainer:
         With replicas, the micro-batch is this replica's share of a larger one. ``weight`` is what its gradient
         counts for in the mean over the replicas: its part of the samples times their number, 1 for equal shares.
         """
+        refuse_unfrozen(self._frozen, self.stages, self._names)
         for x in as_streams(inputs):
             # On a GPU the look would make the host wait; the loss is looked at anyway.
             if x.device.type == "cpu" and x.is_floating_point() and not torch.isfinite(x).all():
