@@ -48,9 +48,16 @@ class TestErrors:
         with pytest.raises(LayerError, match=r"layer 0 \(Split\) cannot take inputs of shape \(3, 5, 4, 4\)"):
             trainer.step(torch.randn(3, 5, 4, 4), torch.zeros(3, dtype=torch.long))
 
-    def test_targets_of_another_length(self):
-        with pytest.raises(ValueError, match="3 inputs but 2 targets"):
+    def test_targets_of_another_length_are_the_business_of_the_loss(self):
+        with pytest.raises(ValueError, match="batch_size"):
             make(mixed_network()).step(torch.randn(3, 2, 4, 4), torch.zeros(2, dtype=torch.long))
+
+        class Last(nn.Linear):
+            def forward(self, x):
+                return super().forward(x[-1])
+
+        (finished,) = make(Network(Last(6, 4))).step(torch.randn(7, 3, 6), torch.randint(4, (3,)))  # time comes first
+        assert finished.outputs.shape == (3, 4)
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from petra import methods
 from petra.corrections import Correction
@@ -216,12 +217,7 @@ class Trainer:
                     f"the input of micro-batch {self.executor.microbatches} holds NaN or infinity: "
                     "clean the data; nothing of it has been used"
                 )
-        streams = self._on_device(inputs)
-        if isinstance(targets, Tensor):
-            if targets.ndim and streams[0].ndim and len(targets) != len(streams[0]):
-                raise ValueError(f"{len(streams[0])} inputs but {len(targets)} targets in one micro-batch")
-            targets = targets.to(self.device, non_blocking=True)
-        return self.executor.tick(streams, targets, weight)
+        return self.executor.tick(self._on_device(as_streams(inputs)), self._on_device(targets), weight)
 
     def drain(self) -> list[Finished]:
         """Finish everything in flight, so that every micro-batch has entered an update of every stage."""
@@ -232,36 +228,40 @@ class Trainer:
 
         They come out on the last stage's rank; other ranks get None.
         """
-        outputs = self.executor.predict(self._on_device(inputs))
+        outputs = self.executor.predict(self._on_device(as_streams(inputs)))
         return None if outputs is None else single(outputs)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], loss: Loss | None = None) -> Evaluation:
+    def evaluate(self, batches: Iterable[tuple[Tensor | Streams, Any]], loss: Loss | None = None) -> Evaluation:
         """Loss and accuracy of ``batches``; nothing in flight is disturbed. ``loss`` stands in for the trainer's own.
 
         With replicas, each of them gives its own share of the batches, and all hear the result of the whole.
         """
         measure = self.loss if loss is None else loss
-        answers, samples, classifies = 0, 0, True
+        samples, classifies = 0, True
         # Sums stay on the device to the end: to read them at every batch would make the host wait for it.
         total: Any = 0.0
         correct: Any = 0
+        answers: Any = 0
         for x, y in batches:
-            outputs, targets = self.predict(x), y.to(self.device)
+            outputs, targets = self.predict(x), self._on_device(y)
             if outputs is None:
                 continue
-            samples += len(y)
-            count = count_answers(outputs, targets)
-            answers += count
-            total = total + measure(outputs, targets).double() * count
+            size = len(y) if isinstance(y, Tensor) and y.ndim else len(as_streams(x)[0])
+            samples += size
+            count = count_answers(outputs, targets, size)
+            answers = answers + count
+            share = measure(outputs, targets).double() * count
+            # The mean of no answers at all is not a number, and would make the sum none.
+            total = total + (share.where(count > 0, 0.0) if isinstance(count, Tensor) else share)
             right = count_correct(outputs, targets)
             classifies = classifies and right is not None
             correct = correct + (0 if right is None else right)
         self.transport.flush()
-        total, *counts = self.transport.total([float(total), int(correct), not classifies, answers, samples])
+        total, *counts = self.transport.total([float(total), int(correct), not classifies, int(answers), samples])
         correct, others, answers, samples = (int(count) for count in counts)
-        if samples == 0:
-            raise ValueError("there is nothing to evaluate: the batches are empty")
+        if answers == 0:
+            raise ValueError("there is nothing to evaluate: the batches are empty, or all their targets are negative")
         return Evaluation(total / answers, correct / answers if others == 0 else None, samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -326,8 +326,9 @@ class Trainer:
         found = self.network.state_dict()
         return {name: value for name, value in found.items() if self._stage_of.get(name.split(".")[0], 0) == stage}
 
-    def _on_device(self, inputs: Tensor | Streams) -> Streams:
-        return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
+    def _on_device(self, data: Any) -> Any:
+        """The same with its tensors, also those inside lists and dictionaries, on the device."""
+        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), data)
 
 
 def weights_hash(network: Mapping[str, Any]) -> str:
