@@ -48,9 +48,16 @@ class TestErrors:
         with pytest.raises(LayerError, match=r"layer 0 \(Split\) cannot take inputs of shape \(3, 5, 4, 4\)"):
             trainer.step(torch.randn(3, 5, 4, 4), torch.zeros(3, dtype=torch.long))
 
-    def test_targets_of_another_length(self):
-        with pytest.raises(ValueError, match="3 inputs but 2 targets"):
+    def test_targets_of_another_length_are_the_business_of_the_loss(self):
+        with pytest.raises(ValueError, match="batch_size"):
             make(mixed_network()).step(torch.randn(3, 2, 4, 4), torch.zeros(2, dtype=torch.long))
+
+        class Last(nn.Linear):
+            def forward(self, x):
+                return super().forward(x[-1])
+
+        (finished,) = make(Network(Last(6, 4))).step(torch.randn(7, 3, 6), torch.randint(4, (3,)))  # time comes first
+        assert finished.outputs.shape == (3, 4)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -105,6 +112,37 @@ class TestErrors:
             make(mixed_network(), optimizer=torch.optim.LBFGS)
         with pytest.raises(ValueError, match="ReduceLROnPlateau"):
             make(mixed_network(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def test_optimizers_of_more_than_their_stage(self):
+        network = mixed_network()
+        with pytest.raises(ValueError, match="of parameters of other stages: make it of those that the function is"):
+            make(network, stages=2, optimizer=lambda _: torch.optim.SGD(network.parameters(), 0.1))
+        network[0].requires_grad_(False)
+        make(network, optimizer=lambda _: torch.optim.SGD(network.parameters(), 0.1))  # one stage, frozen ones too
+
+    def test_weights_that_are_unfrozen_too_late(self):
+        data = list(batches(3))
+        network = mixed_network()
+        network[0].requires_grad_(False)
+        trainer = make(network, stages=2)
+        trainer.step(*data[0])
+        network[0].requires_grad_(True)
+        with pytest.raises(
+            ValueError, match=r"0\.body\.0\.weight was frozen when .*: freeze it again, or make a new Train"
+        ):
+            trainer.step(*data[1])
+        network[0].requires_grad_(False)
+        trainer.step(*data[1])
+        network[0].requires_grad_(True)
+        trainer.stages[0].optimizer.add_param_group({"params": list(network[0].parameters())})
+        trainer.step(*data[2])
+        trainer.drain()
+
+    def test_weights_that_the_optimizer_leaves_out_stay_out(self):
+        def optimizer(parameters):
+            return torch.optim.SGD([p for p in parameters if p.ndim > 1], 0.1)
+
+        trained(mixed_network(), ticks=3, optimizer=optimizer)
 
     def test_networks_that_are_not_lists_of_layers(self):
         with pytest.raises(ValueError, match="network is a Linear"):

@@ -77,6 +77,36 @@ def test_evaluation_uses_running_statistics_and_counts_right():
     assert found.accuracy == pytest.approx(right / 23)
 
 
+@pytest.mark.parametrize("pack", [lambda y: {"y": y}, lambda y: (y, None), lambda y: None])
+def test_evaluation_takes_the_targets_that_training_takes(pack):
+    trainer = make(mixed_network(), loss=lambda o, y: o.square().mean(), stages=2)
+    data = [(x, pack(y)) for x, y in batches(8, seed=4)]
+    trainer.step(*data[0])
+    found = trainer.evaluate(data)
+    squares = sum(float(trainer.predict(x).square().mean()) * len(x) for x, _ in data)
+    assert found.loss == pytest.approx(squares / 23, rel=1e-6)
+    assert (found.accuracy, found.samples) == (None, 23)
+
+
+def test_targets_inside_containers_go_to_the_device():
+    seen = []
+    network = Network(nn.Linear(6, 4))
+    trainer = make(network, loss=lambda o, y: (seen.append(y["a"][0].device.type), o.sum())[1], device="meta")
+    trainer.step(torch.randn(5, 6), {"a": [torch.zeros(5)]})
+    assert seen == ["meta"]
+
+
+def test_targets_that_are_to_be_ignored_are_neither_right_nor_wrong():
+    trainer = make(Network(nn.Identity()), loss=lambda o, y: cross_entropy(o.flatten(0, -2), y.flatten()))
+    outputs = torch.eye(3)[torch.tensor([[0, 1, 2, 2]])] * 9
+    ignored = torch.full((1, 4), -100)
+    found = trainer.evaluate([(outputs, torch.tensor([[0, 2, -100, -100]])), (outputs, ignored)])
+    assert (found.accuracy, found.samples) == (0.5, 2)
+    assert found.loss == pytest.approx(float(cross_entropy(outputs[0, :2], torch.tensor([0, 2]))))
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        trainer.evaluate([(outputs, ignored)])
+
+
 def test_autocast_is_the_same_forward_and_backward_and_streams_are_float32():
     seen = []
 

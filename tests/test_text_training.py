@@ -100,12 +100,16 @@ def test_right_answers_are_counted_by_token():
     outputs = torch.eye(4)[torch.tensor([[0, 1, 2], [3, 0, 1]])]
     targets = torch.tensor([[0, 1, 1], [3, 3, 3]])
     assert int(count_correct(outputs, targets)) == 3
-    assert count_answers(outputs, targets) == 6
+    assert int(count_answers(outputs, targets, 2)) == 6
     assert int(count_correct(outputs[:, 0], targets[:, 0])) == 2
-    assert count_answers(outputs[:, 0], targets[:, 0]) == 2
+    assert int(count_answers(outputs[:, 0], targets[:, 0], 2)) == 2
     assert count_correct(outputs, outputs) is None
-    assert count_answers(outputs, outputs) == 2
+    assert count_answers(outputs, outputs, 2) == 2
     assert count_correct(outputs.float(), targets.float()) is None
+    assert count_correct(outputs, None) is None
+    ignored = torch.where(targets == 1, -100, targets)
+    assert int(count_correct(outputs, ignored)) == 2
+    assert int(count_answers(outputs, ignored, 2)) == 4
 
 
 def test_evaluation_weighs_tokens_alike_however_they_are_batched():

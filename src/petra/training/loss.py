@@ -26,13 +26,16 @@ def count_correct(outputs: Any, targets: Any) -> Tensor | None:
     return correct
 
 
-def count_answers(outputs: Any, targets: Any) -> int:
-    """How many targets there are to be right about: samples, or where every token has a class, tokens."""
-    return int(targets.numel()) if _classify(outputs, targets) else len(targets)
+def count_answers(outputs: Any, targets: Any, samples: int) -> Tensor | int:
+    """How many targets there are to be right about: ``samples``, or where each has a class, those not negative.
+
+    Negative ones, like -100, are left out by cross-entropy too.
+    """
+    return (targets >= 0).sum() if _classify(outputs, targets) else samples
 
 
 def _classify(outputs: Any, targets: Any) -> bool:
     """Whether there is a row of classes for each target: (samples, classes) or (samples, tokens, classes)."""
-    if not isinstance(outputs, Tensor) or outputs.ndim not in (2, 3):
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.ndim not in (2, 3):
         return False
     return bool(targets.shape == outputs.shape[:-1] and not targets.is_floating_point())

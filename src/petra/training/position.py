@@ -37,7 +37,8 @@ class Position:
     activation_peak: int = 0
 
     def __post_init__(self) -> None:
-        self._sums: tuple[Tensor, Tensor] | None = None  # loss and right answers on the device, if these are ahead
+        # Loss, right answers and samples on the device, if these are ahead.
+        self._sums: list[Tensor] | None = None
 
     @property
     def rate(self) -> float:
@@ -53,18 +54,19 @@ class Position:
             if f.weight == 0:
                 continue
             if self._sums is None:
-                loss = torch.full((), self.loss, dtype=torch.float64, device=f.loss.device)
-                self._sums = loss, torch.full((), self.correct, dtype=torch.int64, device=f.loss.device)
-            answers = count_answers(f.outputs, f.targets)
+                place = f.loss.device
+                counts = [torch.full((), n, dtype=torch.int64, device=place) for n in (self.correct, self.samples)]
+                self._sums = [torch.full((), self.loss, dtype=torch.float64, device=place), *counts]
+            answers = count_answers(f.outputs, f.targets, len(f.targets))
             self._sums[0].add_(f.loss.double() * answers)
             if (correct := count_correct(f.outputs, f.targets)) is not None:
                 self._sums[1].add_(correct)
-            self.samples += answers
+            self._sums[2].add_(answers)
 
     def read(self) -> None:
-        """Bring ``loss`` and ``correct`` up to date, which waits for the device."""
+        """Bring ``loss``, ``correct`` and ``samples`` up to date, which waits for the device."""
         if self._sums is not None:
-            self.loss, self.correct = float(self._sums[0]), int(self._sums[1])
+            self.loss, self.correct, self.samples = float(self._sums[0]), int(self._sums[1]), int(self._sums[2])
 
     def start_epoch(self) -> None:
         """Begin to count anew."""

@@ -1,8 +1,8 @@
-"""What a trainer looks at before it begins: parts that do not fit are refused with a word."""
+"""What a trainer looks at before it begins, or goes on: parts that do not fit are refused with a word."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.corrections import Corrected, Correction, choose
-from petra.execution import GraphRecorder, Place, Recorder, partition
+from petra.execution import GraphRecorder, Place, Recorder, Stage, partition
 from petra.methods import Method
 from petra.schedule import Order
 
@@ -56,16 +56,28 @@ def place_stages(stages: int, ranks: int, asked: Sequence[int] | None) -> list[i
     return list(asked)
 
 
-def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a stage, unless it is one that a pipeline cannot have."""
-    optimizer = factory(parameters)
+def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """The optimizer of a stage, None where all is frozen, unless it is one that a pipeline cannot have."""
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return None
+    optimizer = factory(trained)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates the loss several times per step, which a pipeline cannot: use SGD or AdamW")
+    if not {p for group in optimizer.param_groups for p in group["params"]} <= set(parameters):
+        raise ValueError(
+            "the optimizer of a stage is of parameters of other stages: make it of those that the function is given, "
+            "like lambda parameters: torch.optim.SGD(parameters, 0.1)"
+        )
     return optimizer
 
 
-def make_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The scheduler of a stage, unless it waits for what it will not be told."""
+def make_scheduler(
+    factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer | None
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The scheduler of a stage, if it is to have one, unless it waits for what it will not be told."""
+    if factory is None or optimizer is None:
+        return None
     scheduler = factory(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
@@ -148,3 +160,18 @@ def refuse_sharing(network: nn.Sequential, cuts: list[range]) -> None:
                         f"{name} of layer {layer} belongs to stages {owner[tensor]} and {index}: "
                         "each stage owns its weights, so put the layers that share it into one stage"
                     )
+
+
+def refuse_unfrozen(frozen: Sequence[nn.Parameter], stages: Sequence[Stage], names: Mapping[Tensor, str]) -> None:
+    """Raise ValueError for a weight that was ``frozen``, is meant to be trained by now, and has no optimizer."""
+    unfrozen = [p for p in frozen if p.requires_grad]
+    if not unfrozen:
+        return
+    optimizers = [stage.optimizer for stage in stages if stage.optimizer is not None]
+    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for parameter in unfrozen:
+        if parameter not in held:
+            raise ValueError(
+                f"{names[parameter]} was frozen when the trainer was made, so no optimizer has it: "
+                "freeze it again, or make a new Trainer to train it"
+            )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from petra.corrections import Corrected
 from petra.execution import Stage
@@ -16,6 +18,65 @@ Names = Mapping[Tensor, str]
 
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: they belong to the device, and stay as they are."""
+
+_SCHEDULED = ("initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Settings that schedulers add to an optimizer's."""
+
+_OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+"""What PyTorch's schedulers have a list of, with an entry for every group of parameters."""
+
+_EXTRA = "_extra_state"
+"""How the names of what modules give as `get_extra_state` end."""
+
+
+def moved(state: Any, device: torch.device) -> Any:
+    """The same with copies of its tensors on ``device``, in containers of its own."""
+    with torch.no_grad():
+        return tree_map_only(Tensor, lambda t: t.to(device, copy=True), state)
+
+
+def check_network(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise RuntimeError unless ``saved`` has all weights of ``own``, in their shapes."""
+    if missing := set(own) - set(saved):
+        raise RuntimeError(f"{min(missing)} is not in the checkpoint")
+    for name, value in own.items():
+        if isinstance(value, Tensor) and value.shape != saved[name].shape:
+            found, wanted = list(saved[name].shape), list(value.shape)
+            raise RuntimeError(f"{name} has shape {found} in the checkpoint, not {wanted}")
+
+
+def load_network(network: nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Take up the part of ``saved`` that is in ``own``, a part of the network's state."""
+    for name, value in own.items():
+        module, _, last = name.rpartition(".")
+        if last == _EXTRA:
+            network.get_submodule(module).set_extra_state(copy.deepcopy(saved[name]))
+        else:
+            value.copy_(saved[name])
+
+
+def check_weights(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names) -> None:
+    """Raise ValueError unless optimizer and scheduler of the stage are of the kind that ``saved`` is of."""
+    if stage.optimizer is None:
+        return
+    trained = [state for state in saved if state["optimizer"] is not None]
+    settings = _settings(state["optimizer"] for state in trained)
+    for group in stage.optimizer.param_groups:
+        for name in (names[p] for p in group["params"]):
+            if name not in settings:
+                raise ValueError(
+                    f"{name} was not trained when the checkpoint was written: freeze the same layers to resume it"
+                )
+            # Other versions of PyTorch may have more settings or fewer, not others.
+            lacking = stage.optimizer.defaults.keys() - settings[name].keys() - {*_WAYS}
+            foreign = settings[name].keys() - group.keys() - {*_WAYS, *_SCHEDULED}
+            if lacking and foreign:
+                raise ValueError(
+                    f"the checkpoint was written with an optimizer that has {', '.join(sorted(foreign))}, not "
+                    f"{type(stage.optimizer).__name__}: use the same optimizer to resume it"
+                )
+    if stage.scheduler is not None and any(state["scheduler"] is None for state in trained):
+        raise ValueError("the checkpoint was written without a scheduler: leave it out to resume it")
 
 
 def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> dict[str, Any]:
@@ -32,37 +93,40 @@ def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> d
 
 
 def load_weights(stage: Stage, saved: Mapping[str, Any], names: Names) -> None:
-    """Take up what `save_weights` gave for the very same stage; the network is loaded elsewhere."""
+    """Take up a copy of what `save_weights` gave for the very same stage; the network is loaded elsewhere."""
+    device = stage.chain.settings.device
     if stage.optimizer is not None:
-        _load_optimizer(stage.optimizer, [saved["optimizer"]], names)
+        _load_optimizer(stage.optimizer, [saved["optimizer"]], names, device)
     if stage.scheduler is not None:
-        stage.scheduler.load_state_dict(saved["scheduler"])
+        stage.scheduler.load_state_dict(moved(saved["scheduler"], device))
     if stage.stash is not None:
-        stage.stash.load_state_dict(saved["stash"])
+        stage.stash.load_state_dict(moved(saved["stash"], device))
     stage.updates = saved["updates"]
     if stage.corrected is not None:
-        _load_corrections(stage, [saved["corrections"]], saved["corrections"], names)
+        _load_corrections(stage, [saved["corrections"]], saved["corrections"], names, device)
     if stage.synthesizer is not None:
-        stage.synthesizer.load_state_dict(saved["synthesizer"])
+        stage.synthesizer.load_state_dict(moved(saved["synthesizer"], device))
 
 
 def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names) -> None:
-    """Take up the states of stages that were cut differently, and drained, so that nothing is in flight."""
+    """Take up copies of states of stages that were cut differently, and drained, so that nothing is in flight."""
     saved = list(saved)
+    device = stage.chain.settings.device
     stage.updates = max(state["updates"] for state in saved)
     if stage.synthesizer is not None:  # where no stage ended before, a new one begins
         synthesizers = [state["synthesizer"] for state in saved if state["synthesizer"] is not None]
         for found in (one for one in synthesizers if one["above"] == stage.synthesizer.above):
-            stage.synthesizer.load_state_dict(found)
+            stage.synthesizer.load_state_dict(moved(found, device))
     if stage.optimizer is None:
         return
     if stage.corrected is not None:
         corrections = [state["corrections"] for state in saved if state["corrections"] is not None]
-        _load_corrections(stage, corrections, {"began": {}}, names)
+        _load_corrections(stage, corrections, {"began": {}}, names, device)
     with_optimizer = [state for state in saved if state["optimizer"] is not None]
-    _load_optimizer(stage.optimizer, [state["optimizer"] for state in with_optimizer], names)
+    _load_optimizer(stage.optimizer, [state["optimizer"] for state in with_optimizer], names, device)
     if stage.scheduler is not None:
-        stage.scheduler.load_state_dict(_scheduler_state(stage.optimizer, with_optimizer, names))
+        own = stage.scheduler.state_dict()
+        stage.scheduler.load_state_dict(moved(_scheduler_state(own, stage.optimizer, with_optimizer, names), device))
 
 
 def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
@@ -78,28 +142,40 @@ def _named_corrections(corrected: Corrected, names: Names) -> dict[str, Any]:
     return {**found, "state": {names[p]: values for p, values in found["state"].items()}}
 
 
-def _load_corrections(stage: Stage, saved: list[dict[str, Any]], flight: dict[str, Any], names: Names) -> None:
+def _settings(saved: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the optimizers have been told about each parameter."""
+    return {name: group["settings"] for one in saved for group in one["groups"] for name in group["names"]}
+
+
+def _load_corrections(
+    stage: Stage, saved: list[dict[str, Any]], flight: dict[str, Any], names: Names, device: torch.device
+) -> None:
     assert stage.corrected is not None
     states = {name: values for one in saved for name, values in one["state"].items()}
-    found = {p: states[names[p]] for p in stage.parameters if names[p] in states}
+    found = {p: moved(states[names[p]], device) for p in stage.parameters if names[p] in states}
     stage.corrected.load_state_dict({**flight, "state": found}, stage.updates)
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], names: Names) -> None:
-    states = {name: _counted_here(state) for one in saved for name, state in one["state"].items()}
-    settings = {name: group["settings"] for one in saved for group in one["groups"] for name in group["names"]}
-    ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    index = {name: i for i, name in enumerate(ordered)}
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], names: Names, device: torch.device
+) -> None:
+    states = {name: state for one in saved for name, state in one["state"].items()}
+    settings = _settings(saved)
+    parameters = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
+    index = {name: i for i, name in enumerate(parameters)}
     groups = [
         {
-            **settings[names[group["params"][0]]],
+            **(moved(settings[names[group["params"][0]]], device) if group["params"] else group),
             **{way: group[way] for way in _WAYS if way in group},
             "params": [index[names[p]] for p in group["params"]],
         }
         for group in optimizer.param_groups
     ]
-    parameters = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
-    found = {index[name]: _laid_out(states[name], parameters[name]) for name in ordered if name in states}
+    found = {
+        index[name]: _counted_here(_laid_out(moved(states[name], device), parameter))
+        for name, parameter in parameters.items()
+        if name in states
+    }
     optimizer.load_state_dict({"state": found, "param_groups": groups})
 
 
@@ -117,17 +193,27 @@ def _laid_out(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     return {key: laid_out_like(value, parameter) if same(value) else value for key, value in state.items()}
 
 
-def _scheduler_state(optimizer: torch.optim.Optimizer, saved: list[Mapping[str, Any]], names: Names) -> dict[str, Any]:
-    """A scheduler's state put together for other groups: lists that have an entry a group are regrouped."""
+def _scheduler_state(
+    own: Mapping[str, Any], optimizer: torch.optim.Optimizer, saved: list[Mapping[str, Any]], names: Names
+) -> dict[str, Any]:
+    """A scheduler's state put together for other groups; those without parameters have what is their ``own``."""
     where: dict[str, tuple[Mapping[str, Any], int]] = {}
     for state in saved:
         for number, group in enumerate(state["optimizer"]["groups"]):
             where.update(dict.fromkeys(group["names"], (state["scheduler"], number)))
-    sources = [where[names[group["params"][0]]] for group in optimizer.param_groups]
-    groups_of = {id(state["scheduler"]): len(state["optimizer"]["groups"]) for state in saved}
-    example = sources[0][0]
+    groups = enumerate(optimizer.param_groups)
+    sources = [where[names[g["params"][0]]] if g["params"] else (own, number) for number, g in groups]
+    example = next((scheduler for scheduler, _ in sources if scheduler is not own), own)
+    return _regrouped(example, sources)
+
+
+def _regrouped(example: Mapping[str, Any], sources: list[tuple[Mapping[str, Any], int]]) -> dict[str, Any]:
+    """Like ``example``, but with what belongs to groups from the scheduler, and its group, that each comes from."""
     result = dict(example)
     for key, value in example.items():
-        if isinstance(value, list) and len(value) == groups_of[id(example)]:
+        if key in _OF_GROUPS and value:
             result[key] = [scheduler[key][number] for scheduler, number in sources]
+        elif key == "_schedulers":
+            parts = range(len(value))
+            result[key] = [_regrouped(value[i], [(s[key][i], number) for s, number in sources]) for i in parts]
     return result

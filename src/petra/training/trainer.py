@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from petra import methods
 from petra.corrections import Correction
@@ -43,6 +44,7 @@ from petra.training.preparation import (
     place_stages,
     refuse_other_dtypes,
     refuse_sharing,
+    refuse_unfrozen,
 )
 
 
@@ -63,7 +65,7 @@ class Trainer:
 
     ``network`` is an ``nn.Sequential`` or `petra.Network`; it is trained in place, its modules in the modes
     (``train()`` or ``eval()``) they are in. ``stages`` is their
-    number, or the number of layers of each. ``optimizer`` makes one for the parameters of a stage,
+    number, or the number of layers of each. ``optimizer`` makes one for the parameters of a stage that are not frozen,
     ``scheduler`` a learning-rate scheduler for it, stepped after every update of the stage. An update
     uses the mean gradient of ``accumulate`` micro-batches, clipped to ``clip_norm`` stage by stage.
     ``order`` is ``"low-staleness"``, ``"lock-step"``, ``"locked-forward"`` or the numbers of micro-batches in
@@ -160,15 +162,14 @@ class Trainer:
             for layer in chain.layers:
                 layer.to(self.device if owned_here else "meta")  # another rank holds its weights
             if owned_here:
-                trained = [p for p in chain.parameters() if p.requires_grad]
-                own = make_optimizer(optimizer, trained) if trained else None
+                own = make_optimizer(optimizer, chain.parameters())
                 stage = Stage(
                     index,
                     len(cuts),
                     chain,
                     self.method,
                     own,
-                    scheduler=make_scheduler(scheduler, own) if scheduler is not None and own is not None else None,
+                    scheduler=make_scheduler(scheduler, own),
                     loss=loss if index == len(cuts) - 1 else None,
                     clip_norm=clip_norm,
                     sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
@@ -187,8 +188,15 @@ class Trainer:
             rehearsal = Rehearsal(list(network), cuts, self.method, message_dtype)
             self.executor = RankExecutor(made, self.order, self.placement, transport, rehearsal, in_channels_last)
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
+        self._frozen = [p for stage in made for p in stage.parameters if not p.requires_grad]
         layers = list(network._modules)  # named_children would leave a layer out that comes twice
         self._stage_of = {layers[i]: index for index, cut in enumerate(cuts) for i in cut}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a Trainer cannot be copied or pickled, for gradients would be lost: make another one of a copy of the "
+            "network, and give the state_dict() of this one to its load_state_dict"
+        )
 
     @property
     def stages(self) -> list[Stage]:
@@ -201,6 +209,7 @@ class Trainer:
         With replicas, the micro-batch is this replica's share of a larger one. ``weight`` is what its gradient
         counts for in the mean over the replicas: its part of the samples times their number, 1 for equal shares.
         """
+        refuse_unfrozen(self._frozen, self.stages, self._names)
         for x in as_streams(inputs):
             # On a GPU the look would make the host wait; the loss is looked at anyway.
             if x.device.type == "cpu" and x.is_floating_point() and not torch.isfinite(x).all():
@@ -208,12 +217,7 @@ class Trainer:
                     f"the input of micro-batch {self.executor.microbatches} holds NaN or infinity: "
                     "clean the data; nothing of it has been used"
                 )
-        streams = self._on_device(inputs)
-        if isinstance(targets, Tensor):
-            if targets.ndim and streams[0].ndim and len(targets) != len(streams[0]):
-                raise ValueError(f"{len(streams[0])} inputs but {len(targets)} targets in one micro-batch")
-            targets = targets.to(self.device, non_blocking=True)
-        return self.executor.tick(streams, targets, weight)
+        return self.executor.tick(self._on_device(as_streams(inputs)), self._on_device(targets), weight)
 
     def drain(self) -> list[Finished]:
         """Finish everything in flight, so that every micro-batch has entered an update of every stage."""
@@ -224,42 +228,47 @@ class Trainer:
 
         They come out on the last stage's rank; other ranks get None.
         """
-        outputs = self.executor.predict(self._on_device(inputs))
+        outputs = self.executor.predict(self._on_device(as_streams(inputs)))
         return None if outputs is None else single(outputs)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], loss: Loss | None = None) -> Evaluation:
+    def evaluate(self, batches: Iterable[tuple[Tensor | Streams, Any]], loss: Loss | None = None) -> Evaluation:
         """Loss and accuracy of ``batches``; nothing in flight is disturbed. ``loss`` stands in for the trainer's own.
 
         With replicas, each of them gives its own share of the batches, and all hear the result of the whole.
         """
         measure = self.loss if loss is None else loss
-        answers, samples, classifies = 0, 0, True
+        samples, classifies = 0, True
         # Sums stay on the device to the end: to read them at every batch would make the host wait for it.
         total: Any = 0.0
         correct: Any = 0
+        answers: Any = 0
         for x, y in batches:
-            outputs, targets = self.predict(x), y.to(self.device)
+            outputs, targets = self.predict(x), self._on_device(y)
             if outputs is None:
                 continue
-            samples += len(y)
-            count = count_answers(outputs, targets)
-            answers += count
-            total = total + measure(outputs, targets).double() * count
+            size = len(y) if isinstance(y, Tensor) and y.ndim else len(as_streams(x)[0])
+            samples += size
+            count = count_answers(outputs, targets, size)
+            answers = answers + count
+            share = measure(outputs, targets).double() * count
+            # The mean of no answers at all is not a number, and would make the sum none.
+            total = total + (share.where(count > 0, 0.0) if isinstance(count, Tensor) else share)
             right = count_correct(outputs, targets)
             classifies = classifies and right is not None
             correct = correct + (0 if right is None else right)
         self.transport.flush()
-        total, *counts = self.transport.total([float(total), int(correct), not classifies, answers, samples])
+        total, *counts = self.transport.total([float(total), int(correct), not classifies, int(answers), samples])
         correct, others, answers, samples = (int(count) for count in counts)
-        if samples == 0:
-            raise ValueError("there is nothing to evaluate: the batches are empty")
+        if answers == 0:
+            raise ValueError("there is nothing to evaluate: the batches are empty, or all their targets are negative")
         return Evaluation(total / answers, correct / answers if others == 0 else None, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly.
 
-        Of the stages that are here; those of other ranks are the business of their own trainers.
+        Of the stages that are here; those of other ranks are the business of their own trainers. The tensors are
+        those of the trainer itself, and move on with it: to keep a state in memory, ``copy.deepcopy`` it.
         """
         executor = self.executor.state_dict()
         stages = {}
@@ -278,63 +287,55 @@ class Trainer:
                     f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
                     f"use the same {name} to resume it"
                 )
+        networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
+        for stage in self.stages:  # before anything is changed
+            weights = state["stages"][stage.index]["weights"]
+            states.check_network(networks[stage.index], weights["network"])
+            states.check_weights(stage, [weights], self._names)
+        flights = {}
         for stage in self.stages:
-            saved = _moved(state["stages"][stage.index], self.device)
-            self._load_network(stage.index, saved["weights"]["network"])
+            saved = state["stages"][stage.index]
+            states.load_network(self.network, networks[stage.index], saved["weights"]["network"])
             states.load_weights(stage, saved["weights"], self._names)
-            stage.load_in_flight(saved["flight"])
-            for own, value in zip(stage.statistics(), saved["flight"]["statistics"], strict=True):
+            flights[stage.index] = flight = states.moved(saved["flight"], self.device)
+            stage.load_in_flight(flight)
+            for own, value in zip(stage.statistics(), flight["statistics"], strict=True):
                 own.copy_(value)
-        flights = {stage.index: state["stages"][stage.index]["flight"] for stage in self.stages}
-        self.executor.load_state_dict(_moved(state["executor"], self.device), _moved(flights, self.device))
+        self.executor.load_state_dict(state["executor"], flights)
 
     def load_drained(self, state: dict[str, Any]) -> None:
         """Continue from the whole state of a trainer with other stages or replicas in which nothing is in flight."""
         if state["executor"]["fed"]:
             raise ValueError("micro-batches are in flight in this state: drain the trainer before it is taken")
-        saved = [_moved(one["weights"], self.device) for one in state["stages"].values()]
+        saved = [one["weights"] for one in state["stages"].values()]
         network = {name: value for one in saved for name, value in one["network"].items()}
+        networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
         for stage in self.stages:
-            self._load_network(stage.index, network)
+            states.check_network(networks[stage.index], network)
+            states.check_weights(stage, saved, self._names)
+        for stage in self.stages:
+            states.load_network(self.network, networks[stage.index], network)
             states.load_drained(stage, saved, self._names)
         nothing: dict[int, dict[str, Any]] = {
             stage.index: {"ups": {}, "downs": {}, "targets": {}} for stage in self.stages
         }
         self.executor.load_state_dict(state["executor"], nothing)
 
-    def _network_of(self, stage: int) -> dict[str, Tensor]:
+    def _network_of(self, stage: int) -> dict[str, Any]:
+        """The part of a stage; what belongs to the network itself, not to a layer, is the first one's."""
         found = self.network.state_dict()
-        return {name: value for name, value in found.items() if self._stage_of[name.split(".")[0]] == stage}
+        return {name: value for name, value in found.items() if self._stage_of.get(name.split(".")[0], 0) == stage}
 
-    def _load_network(self, stage: int, values: Mapping[str, Tensor]) -> None:
-        own = self._network_of(stage)
-        if missing := set(own) - set(values):
-            raise RuntimeError(f"{min(missing)} is not in the checkpoint")
-        for name, value in own.items():
-            if value.shape != values[name].shape:
-                found, wanted = list(values[name].shape), list(value.shape)
-                raise RuntimeError(f"{name} has shape {found} in the checkpoint, not {wanted}")
-            value.copy_(values[name])
-
-    def _on_device(self, inputs: Tensor | Streams) -> Streams:
-        return tuple(x.to(self.device, non_blocking=True) for x in as_streams(inputs))
+    def _on_device(self, data: Any) -> Any:
+        """The same with its tensors, also those inside lists and dictionaries, on the device."""
+        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), data)
 
 
-def weights_hash(network: Mapping[str, Tensor]) -> str:
+def weights_hash(network: Mapping[str, Any]) -> str:
     """A fingerprint of all weights and running statistics."""
     digest = hashlib.sha256()
     for name, value in network.items():
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if isinstance(value, Tensor):  # a module's extra state can be anything
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _moved(state: Any, device: torch.device) -> Any:
-    """The same state with its tensors on ``device``, in containers of its own."""
-    if isinstance(state, Tensor):
-        return state.to(device)
-    if isinstance(state, dict):
-        return {key: _moved(value, device) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_moved(value, device) for value in state)
-    return state
