@@ -298,3 +298,29 @@ def test_a_loss_that_is_no_number_is_refused():
     trainer = make(mixed_network(), loss=lambda outputs, targets: (outputs.sum(), targets))
     with pytest.raises(TypeError, match="the loss is of type tuple: give one number"):
         trainer.step(*next(iter(batches(1))))
+
+
+@pytest.mark.parametrize("method", ["petra", "features-replay", "gpipe", "backprop"])
+def test_the_memory_of_a_batch_may_be_used_for_the_next_one(method):
+    data = list(batches(5))
+    plain, reusing = (make(mixed_network(), method=method, stages=3, accumulate=2) for _ in range(2))
+    reusing.network.load_state_dict(plain.network.state_dict())
+    x, y = (torch.empty_like(t) for t in data[0])
+    for inputs, targets in data:
+        plain.step(inputs, targets)
+        reusing.step(x.copy_(inputs), y.copy_(targets))
+    plain.drain()
+    reusing.drain()
+    assert same_weights(plain.network, reusing.network)
+
+
+def test_masks_of_minus_infinity_are_data():
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x) + mask.exp()
+
+    trainer = make(Network(Masked(4, 4)))
+    mask = torch.zeros(3, 4).fill_diagonal_(-torch.inf)
+    trainer.step((torch.randn(3, 4), mask), torch.randint(4, (3,)))
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        trainer.step((torch.randn(3, 4), -mask), torch.randint(4, (3,)))

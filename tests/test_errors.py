@@ -48,10 +48,13 @@ class TestErrors:
         with pytest.raises(LayerError, match=r"layer 0 \(Split\) cannot take inputs of shape \(3, 5, 4, 4\)"):
             trainer.step(torch.randn(3, 5, 4, 4), torch.zeros(3, dtype=torch.long))
 
-    def test_targets_of_another_length_are_the_business_of_the_loss(self):
-        with pytest.raises(ValueError, match="batch_size"):
-            make(mixed_network()).step(torch.randn(3, 2, 4, 4), torch.zeros(2, dtype=torch.long))
+    def test_targets_of_another_length_are_refused_and_nothing_is_lost(self):
+        trainer = make(mixed_network())
+        with pytest.raises(ValueError, match="3 inputs but 4 targets"):
+            trainer.step(torch.randn(3, 2, 4, 4), torch.zeros(4, dtype=torch.long))
+        trainer.step(torch.randn(3, 2, 4, 4), torch.zeros(3, dtype=torch.long))
 
+    def test_samples_may_come_second(self):
         class Last(nn.Linear):
             def forward(self, x):
                 return super().forward(x[-1])
@@ -147,6 +150,17 @@ class TestErrors:
     def test_networks_that_are_not_lists_of_layers(self):
         with pytest.raises(ValueError, match="network is a Linear"):
             make(nn.Linear(2, 2))
+
+        class Doubled(nn.Sequential):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        with pytest.raises(ValueError, match="Doubled has a forward of its own, which a trainer would not call"):
+            make(Doubled(nn.Linear(2, 2)))
+        network = mixed_network()
+        network.register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+        with pytest.raises(ValueError, match="Network has hooks of its own"):
+            make(network)
 
     def test_weights_shared_between_stages(self):
         layer = nn.Linear(4, 4)

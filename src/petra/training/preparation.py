@@ -12,11 +12,42 @@ from torch import Tensor, nn
 from petra.corrections import Corrected, Correction, choose
 from petra.execution import GraphRecorder, Place, Recorder, Stage, partition
 from petra.methods import Method
+from petra.reversible import Network
+from petra.reversible.streams import Streams
 from petra.schedule import Order
 
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def check_network(network: nn.Module) -> None:
+    """Raise ValueError unless the network is its layers, one after the other."""
+    if not isinstance(network, nn.Sequential):
+        raise ValueError(
+            f"network is a {type(network).__name__}: give a list of layers as nn.Sequential or petra.Network"
+        )
+    own = type(network).forward not in (nn.Sequential.forward, Network.forward)
+    if own or network._forward_hooks or network._forward_pre_hooks:
+        raise ValueError(
+            f"{type(network).__name__} has {'a forward' if own else 'hooks'} of its own, which a trainer would not "
+            "call, for it calls layers one by one: make that a layer"
+        )
+
+
+def check_batch(inputs: Streams, targets: Any, microbatch: int) -> None:
+    """Raise ValueError for what is sure to be wrong with a micro-batch, before anything of it has been used."""
+    for x in inputs:
+        # On a GPU the look would make the host wait; the loss is looked at anyway. Masks may be -inf.
+        if x.device.type == "cpu" and x.is_floating_point() and (x.isnan() | x.isposinf()).any():
+            raise ValueError(
+                f"the input of micro-batch {microbatch} holds NaN or infinity: "
+                "clean the data; nothing of it has been used"
+            )
+    # Samples come first or, as in sequences of batches, second; of several inputs nobody knows.
+    first = inputs[0].shape[:2]
+    if len(inputs) == 1 and first and isinstance(targets, Tensor) and targets.ndim and len(targets) not in first:
+        raise ValueError(f"{first[0]} inputs but {len(targets)} targets in one micro-batch")
 
 
 def check_parts(

@@ -27,6 +27,7 @@ from petra.execution import (
 )
 from petra.methods import Chain, Method, Settings
 from petra.reversible.streams import Streams, as_streams, channels_last, single
+from petra.schedule import Sequential
 from petra.training import state as states
 from petra.training.loss import count_answers, count_correct
 from petra.training.orders import choose_order
@@ -34,6 +35,8 @@ from petra.training.preparation import (
     Loss,
     OptimizerFactory,
     SchedulerFactory,
+    check_batch,
+    check_network,
     check_parts,
     choose_corrections,
     device_of,
@@ -109,10 +112,7 @@ class Trainer:
         corrections: Sequence[str | Correction] = (),
         capture: bool | None = None,
     ) -> None:
-        if not isinstance(network, nn.Sequential):
-            raise ValueError(
-                f"network is a {type(network).__name__}: give a list of layers as nn.Sequential or petra.Network"
-            )
+        check_network(network)
         if clip_norm is not None and clip_norm <= 0:
             raise ValueError(f"clip_norm is {clip_norm}: give a positive norm, or None for no clipping")
         self.device = torch.device(device) if device is not None else device_of(network)
@@ -210,14 +210,11 @@ class Trainer:
         counts for in the mean over the replicas: its part of the samples times their number, 1 for equal shares.
         """
         refuse_unfrozen(self._frozen, self.stages, self._names)
-        for x in as_streams(inputs):
-            # On a GPU the look would make the host wait; the loss is looked at anyway.
-            if x.device.type == "cpu" and x.is_floating_point() and not torch.isfinite(x).all():
-                raise ValueError(
-                    f"the input of micro-batch {self.executor.microbatches} holds NaN or infinity: "
-                    "clean the data; nothing of it has been used"
-                )
-        return self.executor.tick(self._on_device(as_streams(inputs)), self._on_device(targets), weight)
+        streams = as_streams(inputs)
+        check_batch(streams, targets, self.executor.microbatches)
+        # What waits in the pipeline is a copy, for the caller may use the memory of a batch for the next one.
+        waits = not isinstance(self.order, Sequential)
+        return self.executor.tick(self._on_device(streams, waits), self._on_device(targets, waits), weight)
 
     def drain(self) -> list[Finished]:
         """Finish everything in flight, so that every micro-batch has entered an update of every stage."""
@@ -326,9 +323,9 @@ class Trainer:
         found = self.network.state_dict()
         return {name: value for name, value in found.items() if self._stage_of.get(name.split(".")[0], 0) == stage}
 
-    def _on_device(self, data: Any) -> Any:
+    def _on_device(self, data: Any, copy: bool = False) -> Any:
         """The same with its tensors, also those inside lists and dictionaries, on the device."""
-        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), data)
+        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True, copy=copy), data)
 
 
 def weights_hash(network: Mapping[str, Any]) -> str:
