@@ -211,6 +211,14 @@ def test_affine_functions_return_two():
         ReversibleResidual(nn.Identity(), Affine)(*pair(2, 3))
 
 
+def test_affine_blocks_invert_under_autocast():
+    """Scales and shifts come in bfloat16; a scale that is computed so has no inverse."""
+    torch.manual_seed(0)
+    blocks = [ReversibleBlock(ScaleAndShift(3), ScaleAndShift(3), Affine).eval() for _ in range(4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert check_invertible(blocks, *(x.detach() for x in pair(4, 3, 5, 5, dtype=torch.float32)), tolerance=2e-3)
+
+
 def exact_blocks(depth, width=6):
     torch.manual_seed(0)
     make = lambda: nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))  # noqa: E731

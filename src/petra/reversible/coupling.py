@@ -193,17 +193,17 @@ class Affine(TwoStream):
     """target ← target · exp(s) + t, with (s, t) = function(source): RealNVP's coupling (Dinh et al., 2017)."""
 
     def _change(self, target: Tensor, found: tuple[Tensor, Tensor]) -> Tensor:
-        log_scale, shift = found
+        log_scale, shift = (x.to(target.dtype) for x in found)  # a scale in bfloat16 is not undone by its inverse
         return target * log_scale.exp() + shift
 
     def _restore(self, target: Tensor, found: tuple[Tensor, Tensor]) -> Tensor:
-        log_scale, shift = found
+        log_scale, shift = (x.to(target.dtype) for x in found)
         return (target - shift) * (-log_scale).exp()
 
     def _through(
         self, target: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor
     ) -> tuple[Tensor, Streams, Gradients]:
-        through = gradient * found[0].exp()
+        through = gradient * found[0].to(target.dtype).exp()
         return through, found, (through * target, gradient)
 
     def _check(self, found: Any, target: Tensor) -> None:
