@@ -77,7 +77,7 @@ def reversible_run(
     """
     tensors, keywords = Keywords.take_apart(named)
     couplings = [coupling.named(keywords) for layer in layers for coupling in layer.couplings()]
-    parameters = trainable(layers)
+    parameters = trainable(module for coupling in couplings for module in coupling.modules)
     inputs = (*streams, *tensors)
     way = _WAY.get()
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *parameters))
