@@ -271,8 +271,9 @@ def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -
             raise
         if "in-place operation" in str(error):
             raise LayerError(in_place) from error
+        why = next(iter(str(error).splitlines()), type(error).__name__)
         shapes = ", ".join(str(tuple(x.shape)) for x in streams)
-        raise LayerError(f"{name} cannot take inputs of shape {shapes}: {str(error).splitlines()[0]}") from error
+        raise LayerError(f"{name} cannot take inputs of shape {shapes}: {why}") from error
     if versions != [0 if x.is_inference() else x._version for x in streams]:
         raise LayerError(in_place)
     return outputs
