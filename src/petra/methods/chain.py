@@ -19,6 +19,7 @@ from petra.reversible.layer import ReversibleLayer
 from petra.reversible.modules import submodules
 from petra.reversible.network import runs
 from petra.reversible.randomness import derived_seed, forked, random_state, seed_generators
+from petra.reversible.reach import Reach, unreached
 from petra.reversible.rearrange import Rearrangement
 from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves
@@ -86,6 +87,7 @@ class Chain:
         self.stop = first
         """The index of the first layer above."""
         self._norms = normalisations(self.layers)
+        self._looked_at: set[Segment] = set()
         self.draws = True
         """Whether random numbers are set for every evaluation; without need where nothing draws any."""
         self.watching = False
@@ -144,11 +146,17 @@ class Chain:
         """Outputs with their graph; unless it ``counts``, running statistics are left as they are."""
         # Nobody wants the gradient of the data.
         inputs = streams = leaves(streams) if segment.first > 0 else tuple(x.detach() for x in streams)
+        parameters = trainable(segment.layers)
+        reach = None if segment in self._looked_at else Reach((*inputs, *parameters))
         with torch.enable_grad(), self._evaluation(), frozen_statistics([] if counts else self._norms):
             for key, part in _parts(segment):
                 self._seed(key, microbatch)
                 streams = _apply(key, part, streams)
-        return Tape(inputs, streams, trainable(segment.layers))
+                found = None if reach is None else reach.foreign(streams)
+                if found is not None:
+                    raise LayerError(unreached(_name(key, part), found, self._called(found)))
+        self._looked_at.add(segment)
+        return Tape(inputs, streams, parameters)
 
     def reverse(
         self, segment: Segment, streams: Streams, gradients: Gradients, microbatch: int, overlap: bool = False
@@ -235,6 +243,13 @@ class Chain:
         if self.watching:
             self._seeded = random_state(self.settings.device)
 
+    def _called(self, tensor: Tensor) -> str | None:
+        """What a parameter of the stage is called in the network."""
+        named = (
+            (f"{i}.{name}", p) for i, x in enumerate(self.layers, self.whole.first) for name, p in x.named_parameters()
+        )
+        return next((name for name, p in named if p is tensor), None)
+
     def _notice(self) -> None:
         """See whether anything was drawn since generators were seeded last."""
         if self._seeded is not None:
@@ -256,9 +271,13 @@ def _parts(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Mo
             yield (index, 0), layer
 
 
-def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
+def _name(key: tuple[int, int], part: Coupling | nn.Module) -> str:
     module = part.modules[0] if isinstance(part, Coupling) else part
-    name = f"layer {key[0]} ({type(module).__name__})"
+    return f"layer {key[0]} ({type(module).__name__})"
+
+
+def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
+    name = _name(key, part)
     versions = [0 if x.is_inference() else x._version for x in streams]
     in_place = (
         f"{name} changes its input in place, but that input is needed again: begin it with an out-of-place "

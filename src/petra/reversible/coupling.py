@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from petra.reversible.arguments import NO_KEYWORDS, Keywords
 from petra.reversible.gradients import ParameterGradients, Reversal, trainable, vjp
+from petra.reversible.reach import check_reach
 from petra.reversible.streams import Gradients, Streams, T, leaves
 
 C = TypeVar("C", bound="Coupling")
@@ -131,7 +132,9 @@ class TwoStream(Coupling):
                 return (*self._place(source_gradient, None), *rest), {}
             with torch.no_grad():
                 target_gradient, outputs, into = self._through(restored, found, target_gradient)
-            _, (through, *more), parameters = vjp(outputs, (leaf, *handed), trainable(self.modules), into)
+            own = trainable(self.modules)
+            check_reach(self.function, outputs, (leaf, *handed, *own))
+            _, (through, *more), parameters = vjp(outputs, (leaf, *handed), own, into)
             rest = tuple(_sum(a, b) for a, b in zip(rest, more, strict=True))
             return (*self._place(_sum(source_gradient, through), target_gradient), *rest), parameters
 
