@@ -25,6 +25,9 @@ from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves
 from petra.reversible.unwind import unwind
 
+Aliases = dict[nn.Parameter, nn.Parameter]
+"""Other parameters in the same memory, by those that they stand for."""
+
 
 class LayerError(ValueError):
     """A layer that failed on what it was given."""
@@ -62,6 +65,8 @@ class Tape:
     inputs: Streams
     outputs: Streams
     parameters: list[nn.Parameter]
+    aliases: Aliases | None = None
+    """What stands for the parameters of the stage in the graph, if not they themselves."""
 
     def gradients(self, gradients: Gradients) -> Reversal:
         """Take the gradients of the outputs back to inputs and parameters."""
@@ -212,18 +217,19 @@ class Chain:
                 parameter.data = value
 
     @contextmanager
-    def aliased(self) -> Iterator[None]:
+    def aliased(self, aliases: Aliases | None = None) -> Iterator[Aliases]:
         """Inside, the layers have other parameters in the same memory: a graph made of them outlives an update.
 
         Autograd refuses a graph whose weights were written into since. Those here never are, if whoever updates
-        moves the weights to other memory first.
+        moves the weights to other memory first. Given ``aliases`` of before are used again.
         """
         own = [(module._parameters, dict(module._parameters)) for module in self.modules()]
-        aliases = {p: nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
+        if aliases is None:
+            aliases = {p: nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
         for places, parameters in own:
             places.update({name: aliases[p] for name, p in parameters.items() if p is not None})
         try:
-            yield
+            yield aliases
         finally:
             for places, parameters in own:
                 places.update(parameters)
