@@ -311,6 +311,11 @@ def test_keyword_arguments_reach_layers_of_ones_own():
     compare(network, pair(3, 4), wanted=(mask,), mask=mask, scale=0.7)
 
 
+def test_arguments_by_name_that_nothing_takes_are_refused():
+    with pytest.raises(ValueError, match="mask, scale given by name, but only functions of reversible layers"):
+        Network(nn.Identity())(torch.ones(2), mask=None, scale=1)
+
+
 def test_the_check_takes_masks_and_names():
     blocks = [ReversibleBlock(Masked(4), Masked(4)) for _ in range(2)]
     x = [t.detach() for t in pair(3, 4)]
