@@ -92,6 +92,8 @@ class Chain:
         self.stop = first
         """The index of the first layer above."""
         self._norms = normalisations(self.layers)
+        self._stateful = [m for m in self.modules() if m._buffers and m not in self._norms]
+        self._changed: set[nn.Module] = set()
         self._looked_at: set[Segment] = set()
         self.draws = True
         """Whether random numbers are set for every evaluation; without need where nothing draws any."""
@@ -116,7 +118,7 @@ class Chain:
 
     def evaluate(self, segment: Segment, streams: Streams, microbatch: int) -> Streams:
         """Outputs alone: no graph, running statistics left as they are."""
-        with torch.no_grad(), self._evaluation(), frozen_statistics(self._norms):
+        with torch.no_grad(), self._evaluation(), frozen_statistics(self._norms), self._counting_once(True):
             for key, part in _parts(segment):
                 self._seed(key, microbatch)
                 streams = _apply(key, part, streams)
@@ -153,7 +155,8 @@ class Chain:
         inputs = streams = leaves(streams) if segment.first > 0 else tuple(x.detach() for x in streams)
         parameters = trainable(segment.layers)
         reach = None if segment in self._looked_at else Reach((*inputs, *parameters))
-        with torch.enable_grad(), self._evaluation(), frozen_statistics([] if counts else self._norms):
+        norms = [] if counts else self._norms
+        with torch.enable_grad(), self._evaluation(), frozen_statistics(norms), self._counting_once():
             for key, part in _parts(segment):
                 self._seed(key, microbatch)
                 streams = _apply(key, part, streams)
@@ -172,7 +175,7 @@ class Chain:
         """
         keys, couplings = zip(*_parts(segment), strict=True)
         streams = *streams[:2], *leaves(streams[2:])
-        with self._evaluation():
+        with self._evaluation(), self._counting_once():
             found = unwind(couplings, streams, gradients, lambda i: self._seed(keys[i], microbatch), overlap)
         return found._replace(inputs=tuple(x.detach() for x in found.inputs))
 
@@ -248,6 +251,28 @@ class Chain:
         seed_generators(self.settings.device, derived_seed(self.settings.masks, *key, microbatch))
         if self.watching:
             self._seeded = random_state(self.settings.device)
+
+    @contextmanager
+    def _counting_once(self, first: bool = False) -> Iterator[None]:
+        """Raise if a layer changes its buffers again that did so in the ``first`` of two evaluations of a micro-batch.
+
+        Those that begin with what they take from the first data and then keep may do so.
+        """
+        if not self._stateful:
+            yield
+            return
+        held = [(m, b) for m in self._stateful for b in m._buffers.values() if b is not None and not b.is_inference()]
+        versions = [buffer._version for _, buffer in held]
+        yield
+        changed = {m for (m, buffer), version in zip(held, versions, strict=True) if buffer._version != version}
+        for module in changed & self._changed:
+            index, layer = next((i, x) for i, x in enumerate(self.layers, self.whole.first) if module in x.modules())
+            raise LayerError(
+                f"layer {index} ({type(layer).__name__}) changes a buffer of its {type(module).__name__} whenever it "
+                "runs, and this method runs it twice for each micro-batch: leave that out, derive norms from those of "
+                "torch.nn, or train with backprop, gpipe or 1f1b"
+            )
+        self._changed |= changed if first else set()
 
     def _called(self, tensor: Tensor) -> str | None:
         """What a parameter of the stage is called in the network."""
