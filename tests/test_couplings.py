@@ -211,6 +211,14 @@ def test_affine_functions_return_two():
         ReversibleResidual(nn.Identity(), Affine)(*pair(2, 3))
 
 
+def test_affine_blocks_invert_under_autocast():
+    """Scales and shifts come in bfloat16; a scale that is computed so has no inverse."""
+    torch.manual_seed(0)
+    blocks = [ReversibleBlock(ScaleAndShift(3), ScaleAndShift(3), Affine).eval() for _ in range(4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert check_invertible(blocks, *(x.detach() for x in pair(4, 3, 5, 5, dtype=torch.float32)), tolerance=2e-3)
+
+
 def exact_blocks(depth, width=6):
     torch.manual_seed(0)
     make = lambda: nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))  # noqa: E731
@@ -301,6 +309,11 @@ def test_keyword_arguments_reach_layers_of_ones_own():
     mask = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
     network = Network(Shift(), ReversibleBlock(Masked(4), Masked(4)), Shift(), ReversibleResidual(Masked(4))).double()
     compare(network, pair(3, 4), wanted=(mask,), mask=mask, scale=0.7)
+
+
+def test_arguments_by_name_that_nothing_takes_are_refused():
+    with pytest.raises(ValueError, match="mask, scale given by name, but only functions of reversible layers"):
+        Network(nn.Identity())(torch.ones(2), mask=None, scale=1)
 
 
 def test_the_check_takes_masks_and_names():

@@ -95,6 +95,14 @@ class TestErrors:
                 with pytest.raises(LayerError, match=r"changes its input in place.*inplace=False"):
                     [trainer.step(x, y) for _ in range(6)]
 
+    def test_a_layer_that_fails_without_a_word(self):
+        class Unwritten(nn.Module):
+            def forward(self, x):
+                raise NotImplementedError
+
+        with pytest.raises(LayerError, match=r"layer 0 \(Unwritten\) cannot take .* NotImplementedError"):
+            make(Network(Unwritten())).step(torch.randn(3, 4), torch.randint(4, (3,)))
+
     def test_a_tick_that_stopped_half_way_says_so(self):
         trainer = make(mixed_network(), stages=3)
         data = list(batches(4))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from trainers import make, same_weights, trained
 
-from petra import METHODS, Network, ReversibleResidual
+from petra import METHODS, LayerError, Network, ReversibleResidual
 
 
 def test_dropout_masks_do_not_depend_on_the_cut():
@@ -145,6 +145,35 @@ def test_modules_in_evaluation_mode_stay_so():
     assert not network[1].f.training
     assert torch.equal(network[1].f[1].running_mean, before.f[1].running_mean)
     assert not torch.equal(network[1].f[0].weight, before.f[0].weight)
+
+
+class Counting(nn.Module):
+    """Counts what it has seen, or begins with a scale that it takes from the first data and keeps."""
+
+    def __init__(self, always):
+        super().__init__()
+        self.always = always
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.always or not self.seen:
+            self.seen += len(x)
+        return x * 2
+
+
+@pytest.mark.parametrize("always", [True, False])
+@pytest.mark.parametrize("method", ["backprop", "reversible", "petra", "checkpointed"])
+def test_layers_that_count_their_evaluations_are_noticed_where_there_are_two(method, always):
+    network = Network(nn.Linear(4, 4), nn.Sequential(Counting(always)), nn.Linear(4, 4))
+    trainer = make(network, method=method, stages=3)
+    x, y = torch.randn(3, 4), torch.randint(4, (3,))
+    if always and method != "backprop":
+        with pytest.raises(LayerError, match=r"layer 1 \(Sequential\) changes a buffer of its Counting"):
+            trainer.step(x, y), trainer.drain()
+    else:
+        for _ in range(4):
+            trainer.step(x, y)
+        assert network[1][0].seen == (12 if always else 3)
 
 
 def test_a_norm_shared_by_layers_keeps_its_statistics():

@@ -1,6 +1,7 @@
 """What users of reversible layers run into elsewhere: each has its test here."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -171,6 +172,35 @@ def test_a_hook_of_a_parameter_fires_once():
         p.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
     gradients(net, data())
     assert sorted(fired) == sorted(name for name, _ in net.named_parameters())
+
+
+@pytest.mark.parametrize("way", [nullcontext, pareprop])
+def test_a_hook_on_a_gradient_changes_it_once(way):
+    net = network()
+    net[2].f = net[1].f  # shared, so that its gradient is a sum
+    fired = []
+    for p in net[1].parameters():
+        p.register_hook(lambda g: fired.append(0) or g * 0.1)
+    twin = copy.deepcopy(net)
+    for p in twin[1].parameters():
+        p.register_hook(lambda g: g * 0.1)
+    with way():
+        found = gradients(net, data())
+    assert_same(found, gradients(twin, data(), plain=True))
+    assert len(fired) == len(list(net[1].parameters()))
+
+
+def test_hooks_outlive_a_backward_that_fails():
+    net = network()
+    fired = []
+    net[1].f[0].weight.register_hook(lambda g: fired.append(0))
+    loss = net(data()).sum()
+    net[1].f.append(nn.Flatten())
+    with pytest.raises(ValueError, match="must give the shape"):
+        loss.backward()
+    del net[1].f[-1]
+    gradients(net, data())
+    assert len(fired) == 1
 
 
 def _sharded(rank, expected):

@@ -192,6 +192,34 @@ def test_a_graph_of_predicted_weights_outlives_the_prediction():
     assert same_weights(*weights)
 
 
+def test_a_graph_outlives_updates_of_a_reversible_run_inside_a_layer():
+    torch.manual_seed(0)
+    layers = reversible_network()
+    network, weights = Network(layers[0], Network(*layers[1:3]), Network(layers[3]), layers[4]), []
+    for method, order in (("ddg", None), ("delayed", "locked-forward")):
+        trainer = make(copy.deepcopy(network).double(), method=method, stages=4, order=order)
+        for x, y in images(6):
+            trainer.step(x.double(), y)
+        trainer.drain()
+        weights.append(trainer.network.state_dict())
+    for name, value in weights[0].items():  # from streams that were reconstructed, so not to the last bit
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_a_layer_that_is_frozen_while_its_graphs_wait_stays_as_it_is():
+    network = conv_network()
+    trainer = make(network, method="ddg", stages=4)
+    data = list(images(8))
+    for x, y in data[:4]:
+        trainer.step(x, y)
+    frozen = network[0].requires_grad_(False)[0].weight
+    frozen.grad, before = None, frozen.clone()
+    for x, y in data[4:]:
+        trainer.step(x, y)
+    trainer.drain()
+    assert frozen.equal(before)
+
+
 def test_petra_takes_the_order_of_features_replay_and_keeps_no_history():
     """The variant for reversible modules: inputs are reconstructed from what the module above sends down."""
     torch.manual_seed(0)

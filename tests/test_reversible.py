@@ -81,6 +81,13 @@ def test_inverse(blocks):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_parameters_beside_the_functions_of_a_block_are_no_concern_of_its_run():
+    block = ReversibleBlock(residual(3), residual(3)).double()
+    block.aside = nn.Linear(2, 2)
+    sum(y.sum() for y in Network(block)(*streams())).backward()
+    assert all((p.grad is None) == name.startswith("aside") for name, p in block.named_parameters())
+
+
 class Counted(nn.Module):
     def __init__(self, inner):
         super().__init__()

@@ -19,10 +19,14 @@ from petra.reversible.layer import ReversibleLayer
 from petra.reversible.modules import submodules
 from petra.reversible.network import runs
 from petra.reversible.randomness import derived_seed, forked, random_state, seed_generators
+from petra.reversible.reach import Reach, unreached
 from petra.reversible.rearrange import Rearrangement
 from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves
 from petra.reversible.unwind import unwind
+
+Aliases = dict[nn.Parameter, nn.Parameter]
+"""Other parameters in the same memory, by those that they stand for."""
 
 
 class LayerError(ValueError):
@@ -61,6 +65,8 @@ class Tape:
     inputs: Streams
     outputs: Streams
     parameters: list[nn.Parameter]
+    aliases: Aliases | None = None
+    """What stands for the parameters of the stage in the graph, if not they themselves."""
 
     def gradients(self, gradients: Gradients) -> Reversal:
         """Take the gradients of the outputs back to inputs and parameters."""
@@ -86,6 +92,9 @@ class Chain:
         self.stop = first
         """The index of the first layer above."""
         self._norms = normalisations(self.layers)
+        self._stateful = [m for m in self.modules() if m._buffers and m not in self._norms]
+        self._changed: set[nn.Module] = set()
+        self._looked_at: set[Segment] = set()
         self.draws = True
         """Whether random numbers are set for every evaluation; without need where nothing draws any."""
         self.watching = False
@@ -109,7 +118,7 @@ class Chain:
 
     def evaluate(self, segment: Segment, streams: Streams, microbatch: int) -> Streams:
         """Outputs alone: no graph, running statistics left as they are."""
-        with torch.no_grad(), self._evaluation(), frozen_statistics(self._norms):
+        with torch.no_grad(), self._evaluation(), frozen_statistics(self._norms), self._counting_once(True):
             for key, part in _parts(segment):
                 self._seed(key, microbatch)
                 streams = _apply(key, part, streams)
@@ -144,11 +153,18 @@ class Chain:
         """Outputs with their graph; unless it ``counts``, running statistics are left as they are."""
         # Nobody wants the gradient of the data.
         inputs = streams = leaves(streams) if segment.first > 0 else tuple(x.detach() for x in streams)
-        with torch.enable_grad(), self._evaluation(), frozen_statistics([] if counts else self._norms):
+        parameters = trainable(segment.layers)
+        reach = None if segment in self._looked_at else Reach((*inputs, *parameters))
+        norms = [] if counts else self._norms
+        with torch.enable_grad(), self._evaluation(), frozen_statistics(norms), self._counting_once():
             for key, part in _parts(segment):
                 self._seed(key, microbatch)
                 streams = _apply(key, part, streams)
-        return Tape(inputs, streams, trainable(segment.layers))
+                found = None if reach is None else reach.foreign(streams)
+                if found is not None:
+                    raise LayerError(unreached(_name(key, part), found, self._called(found)))
+        self._looked_at.add(segment)
+        return Tape(inputs, streams, parameters)
 
     def reverse(
         self, segment: Segment, streams: Streams, gradients: Gradients, microbatch: int, overlap: bool = False
@@ -159,7 +175,7 @@ class Chain:
         """
         keys, couplings = zip(*_parts(segment), strict=True)
         streams = *streams[:2], *leaves(streams[2:])
-        with self._evaluation():
+        with self._evaluation(), self._counting_once():
             found = unwind(couplings, streams, gradients, lambda i: self._seed(keys[i], microbatch), overlap)
         return found._replace(inputs=tuple(x.detach() for x in found.inputs))
 
@@ -204,18 +220,19 @@ class Chain:
                 parameter.data = value
 
     @contextmanager
-    def aliased(self) -> Iterator[None]:
+    def aliased(self, aliases: Aliases | None = None) -> Iterator[Aliases]:
         """Inside, the layers have other parameters in the same memory: a graph made of them outlives an update.
 
         Autograd refuses a graph whose weights were written into since. Those here never are, if whoever updates
-        moves the weights to other memory first.
+        moves the weights to other memory first. Given ``aliases`` of before are used again.
         """
         own = [(module._parameters, dict(module._parameters)) for module in self.modules()]
-        aliases = {p: nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
+        if aliases is None:
+            aliases = {p: nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
         for places, parameters in own:
             places.update({name: aliases[p] for name, p in parameters.items() if p is not None})
         try:
-            yield
+            yield aliases
         finally:
             for places, parameters in own:
                 places.update(parameters)
@@ -234,6 +251,35 @@ class Chain:
         seed_generators(self.settings.device, derived_seed(self.settings.masks, *key, microbatch))
         if self.watching:
             self._seeded = random_state(self.settings.device)
+
+    @contextmanager
+    def _counting_once(self, first: bool = False) -> Iterator[None]:
+        """Raise if a layer changes its buffers again that did so in the ``first`` of two evaluations of a micro-batch.
+
+        Those that begin with what they take from the first data and then keep may do so.
+        """
+        if not self._stateful:
+            yield
+            return
+        held = [(m, b) for m in self._stateful for b in m._buffers.values() if b is not None and not b.is_inference()]
+        versions = [buffer._version for _, buffer in held]
+        yield
+        changed = {m for (m, buffer), version in zip(held, versions, strict=True) if buffer._version != version}
+        for module in changed & self._changed:
+            index, layer = next((i, x) for i, x in enumerate(self.layers, self.whole.first) if module in x.modules())
+            raise LayerError(
+                f"layer {index} ({type(layer).__name__}) changes a buffer of its {type(module).__name__} whenever it "
+                "runs, and this method runs it twice for each micro-batch: leave that out, derive norms from those of "
+                "torch.nn, or train with backprop, gpipe or 1f1b"
+            )
+        self._changed |= changed if first else set()
+
+    def _called(self, tensor: Tensor) -> str | None:
+        """What a parameter of the stage is called in the network."""
+        named = (
+            (f"{i}.{name}", p) for i, x in enumerate(self.layers, self.whole.first) for name, p in x.named_parameters()
+        )
+        return next((name for name, p in named if p is tensor), None)
 
     def _notice(self) -> None:
         """See whether anything was drawn since generators were seeded last."""
@@ -256,9 +302,13 @@ def _parts(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Mo
             yield (index, 0), layer
 
 
-def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
+def _name(key: tuple[int, int], part: Coupling | nn.Module) -> str:
     module = part.modules[0] if isinstance(part, Coupling) else part
-    name = f"layer {key[0]} ({type(module).__name__})"
+    return f"layer {key[0]} ({type(module).__name__})"
+
+
+def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
+    name = _name(key, part)
     versions = [0 if x.is_inference() else x._version for x in streams]
     in_place = (
         f"{name} changes its input in place, but that input is needed again: begin it with an out-of-place "
@@ -271,8 +321,9 @@ def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -
             raise
         if "in-place operation" in str(error):
             raise LayerError(in_place) from error
+        why = next(iter(str(error).splitlines()), type(error).__name__)
         shapes = ", ".join(str(tuple(x.shape)) for x in streams)
-        raise LayerError(f"{name} cannot take inputs of shape {shapes}: {str(error).splitlines()[0]}") from error
+        raise LayerError(f"{name} cannot take inputs of shape {shapes}: {why}") from error
     if versions != [0 if x.is_inference() else x._version for x in streams]:
         raise LayerError(in_place)
     return outputs

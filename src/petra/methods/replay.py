@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from petra.methods.backprop import Backprop
 from petra.methods.chain import Chain
 from petra.methods.delayed import Checkpointed
 from petra.methods.method import BackwardMessage, Kept
-from petra.reversible.gradients import Reversal, trainable
+from petra.reversible.gradients import Reversal
 from petra.reversible.streams import Streams
 from petra.schedule import LockedForward, Order
 
@@ -45,14 +47,20 @@ class DDG(Backprop):
         return LockedForward(stages, accumulate)
 
     def forward(self, chain: Chain, microbatch: int, inputs: Streams, final: bool) -> tuple[Streams, Kept]:
-        with chain.aliased():
-            return super().forward(chain, microbatch, inputs, final)
+        with chain.aliased() as aliases:
+            outputs, kept = super().forward(chain, microbatch, inputs, final)
+        assert kept.tape is not None
+        kept.tape = replace(kept.tape, aliases=aliases)
+        return outputs, kept
 
     def backward(self, chain: Chain, microbatch: int, kept: Kept, message: BackwardMessage) -> Reversal:
         if kept.tape is None:  # from a checkpoint, which holds no graph: the same evaluation makes the same one
             with chain.using(kept.weights):
                 tape = chain.record(chain.whole, kept.inputs[0], microbatch, counts=False)
                 return tape.gradients(message.gradients)
-        found = super().backward(chain, microbatch, kept, message)
-        own = dict(zip(kept.tape.parameters, trainable(chain.layers), strict=True))
-        return found._replace(parameters={own[alias]: gradient for alias, gradient in found.parameters.items()})
+        assert kept.tape.aliases is not None
+        with chain.aliased(kept.tape.aliases):  # for a run of reversible layers inside a layer, evaluated again
+            found = super().backward(chain, microbatch, kept, message)
+        own = {alias: p for p, alias in kept.tape.aliases.items() if p.requires_grad}  # not if it was frozen since
+        gradients = {own[alias]: gradient for alias, gradient in found.parameters.items() if alias in own}
+        return found._replace(parameters=gradients)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from petra.reversible.arguments import Keywords
 from petra.reversible.capture import Captures
 from petra.reversible.coupling import Coupling
-from petra.reversible.gradients import trainable
+from petra.reversible.gradients import trainable, without_hooks
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.randomness import forked, random_state, restore_random_state
 from petra.reversible.statistics import frozen_statistics, in_modes, modes, normalisations
@@ -77,7 +77,7 @@ def reversible_run(
     """
     tensors, keywords = Keywords.take_apart(named)
     couplings = [coupling.named(keywords) for layer in layers for coupling in layer.couplings()]
-    parameters = trainable(layers)
+    parameters = trainable(module for coupling in couplings for module in coupling.modules)
     inputs = (*streams, *tensors)
     way = _WAY.get()
     recording = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *parameters))
@@ -141,6 +141,7 @@ class _Run(torch.autograd.Function):
             autocasting(ctx.device, ctx.autocast),
             in_modes(ctx.modes),
             frozen_statistics(normalisations(job.modules)),
+            without_hooks(job.parameters),
         ):
             _, into_inputs, into_parameters = unwind(
                 job.couplings,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from petra.reversible.arguments import NO_KEYWORDS, Keywords
 from petra.reversible.gradients import ParameterGradients, Reversal, trainable, vjp
+from petra.reversible.reach import check_reach
 from petra.reversible.streams import Gradients, Streams, T, leaves
 
 C = TypeVar("C", bound="Coupling")
@@ -131,7 +132,9 @@ class TwoStream(Coupling):
                 return (*self._place(source_gradient, None), *rest), {}
             with torch.no_grad():
                 target_gradient, outputs, into = self._through(restored, found, target_gradient)
-            _, (through, *more), parameters = vjp(outputs, (leaf, *handed), trainable(self.modules), into)
+            own = trainable(self.modules)
+            check_reach(self.function, outputs, (leaf, *handed, *own))
+            _, (through, *more), parameters = vjp(outputs, (leaf, *handed), own, into)
             rest = tuple(_sum(a, b) for a, b in zip(rest, more, strict=True))
             return (*self._place(_sum(source_gradient, through), target_gradient), *rest), parameters
 
@@ -193,17 +196,17 @@ class Affine(TwoStream):
     """target ← target · exp(s) + t, with (s, t) = function(source): RealNVP's coupling (Dinh et al., 2017)."""
 
     def _change(self, target: Tensor, found: tuple[Tensor, Tensor]) -> Tensor:
-        log_scale, shift = found
+        log_scale, shift = (x.to(target.dtype) for x in found)  # a scale in bfloat16 is not undone by its inverse
         return target * log_scale.exp() + shift
 
     def _restore(self, target: Tensor, found: tuple[Tensor, Tensor]) -> Tensor:
-        log_scale, shift = found
+        log_scale, shift = (x.to(target.dtype) for x in found)
         return (target - shift) * (-log_scale).exp()
 
     def _through(
         self, target: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor
     ) -> tuple[Tensor, Streams, Gradients]:
-        through = gradient * found[0].exp()
+        through = gradient * found[0].to(target.dtype).exp()
         return through, found, (through * target, gradient)
 
     def _check(self, found: Any, target: Tensor) -> None:

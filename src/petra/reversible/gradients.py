@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,23 @@ def add_gradients(total: ParameterGradients, more: ParameterGradients) -> None:
     """Add ``more`` to ``total``, leaving the tensors of both as they are."""
     for parameter, gradient in more.items():
         total[parameter] = total[parameter] + gradient if parameter in total else gradient
+
+
+@contextmanager
+def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, hooks on the gradients of the parameters do not run.
+
+    Where gradients are found part by part and then handed on to autograd, the hooks are for the whole.
+    """
+    dicts = [p._backward_hooks for p in parameters if p._backward_hooks]
+    kept = [dict(hooks) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()  # autograd holds the very dict
+    try:
+        yield
+    finally:
+        for hooks, own in zip(dicts, kept, strict=True):
+            hooks.update(own)
 
 
 def saved_tensors(outputs: Streams) -> list[Tensor]:

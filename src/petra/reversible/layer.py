@@ -14,6 +14,7 @@ from petra.reversible.arguments import Keywords
 from petra.reversible.coupling import Additive, Coupling, Rewound, TwoStream
 from petra.reversible.gradients import ParameterGradients, trainable, vjp
 from petra.reversible.randomness import random_state, restore_random_state
+from petra.reversible.reach import check_reach
 from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Gradients, Streams, as_streams, leaves
 
@@ -74,7 +75,9 @@ class Whole(Coupling):
             outputs = self.forward(handed)
 
         def take(gradients: Gradients) -> tuple[Gradients, ParameterGradients]:
-            _, found, parameters = vjp(outputs, handed, trainable(self.modules), gradients)
+            own = trainable(self.modules)
+            check_reach(self.layer, outputs, (*handed, *own))
+            _, found, parameters = vjp(outputs, handed, own, gradients)
             return found, parameters
 
         return Rewound(tuple(x.detach() for x in inputs[:count]) + streams[count:], take)

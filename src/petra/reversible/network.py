@@ -64,6 +64,11 @@ class Network(nn.Sequential):
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | Streams:
         streams = as_streams(inputs)
+        if named and not any(isinstance(layer, ReversibleLayer) for layer in self):
+            raise ValueError(
+                f"{', '.join(named)} given by name, but only functions of reversible layers take arguments so, and "
+                "there are none: pass them on as streams, from layer to layer"
+            )
         for reversible, layers in runs(self):
             if reversible:
                 streams = reversible_run(cast(list[ReversibleLayer], layers), streams, self.captures, **named)
