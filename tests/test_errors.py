@@ -155,6 +155,20 @@ class TestErrors:
 
         trained(mixed_network(), ticks=3, optimizer=optimizer)
 
+    def test_losses_of_more_than_the_outputs(self):
+        network = mixed_network()
+        cross_entropy = nn.functional.cross_entropy
+        trainer = make(
+            network, loss=lambda o, y: cross_entropy(o, y) + sum(p.abs().sum() for p in network.parameters())
+        )
+        with pytest.raises(ValueError, match="depends on a tensor of shape .* have a layer use it, or the optimizer"):
+            trainer.step(*next(iter(batches(1))))
+
+    def test_losses_of_nothing(self):
+        trainer = make(mixed_network(), loss=lambda o, y: nn.functional.cross_entropy(o.detach(), y))
+        with pytest.raises(ValueError, match="the loss does not depend on the outputs of the network"):
+            trainer.step(*next(iter(batches(1))))
+
     def test_networks_that_are_not_lists_of_layers(self):
         with pytest.raises(ValueError, match="network is a Linear"):
             make(nn.Linear(2, 2))

@@ -16,6 +16,7 @@ from petra.corrections import Corrected, rates
 from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Chain, Kept, Method, Synthesizer
 from petra.reversible.gradients import ParameterGradients, vjp
+from petra.reversible.reach import Reach
 from petra.reversible.streams import Gradients, Streams, dense, laid_out_like, leaves, single, storage_id
 
 T = TypeVar("T", Tensor, Tensor | None)
@@ -49,6 +50,18 @@ def check_finite(loss: Tensor, microbatch: int, stage: int, consequence: str) ->
         raise NonFiniteLoss(
             f"the loss of micro-batch {microbatch} on stage {stage} is {float(loss)}: "
             f"look for NaN in the data, or lower the learning rate; {consequence}"
+        )
+
+
+def _check_loss(loss: Tensor, outputs: Streams) -> None:
+    """Raise ValueError unless the gradients of all that the loss depends on go through the outputs."""
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on the outputs of the network: does it detach them, or round them?")
+    found = Reach(outputs).foreign((loss,))
+    if found is not None:
+        raise ValueError(
+            f"the loss depends on a tensor of shape {tuple(found.shape)} other than through the network's outputs, "
+            "so that its gradient would be lost: have a layer use it, or the optimizer (weight_decay), or detach it"
         )
 
 
@@ -102,6 +115,7 @@ class Stage:
         self.recording = False
         """Whether what is done now will be repeated without the host: it may not read numbers or change its own."""
         self._above: dict[int, BackwardMessage] = {}  # gradients of the loss, or predicted
+        self._loss_seen = False
 
     @property
     def predicts(self) -> bool:
@@ -137,6 +151,9 @@ class Stage:
             raise TypeError(f"the loss is of type {type(loss).__name__}: give one number, as a tensor")
         if loss.numel() != 1:
             raise ValueError(f"the loss is of shape {tuple(loss.shape)}: give one number, like the mean over samples")
+        if not self._loss_seen:
+            _check_loss(loss, leaf)
+            self._loss_seen = True
         if not loss.is_meta and not self.recording:
             check_finite(loss.detach(), microbatch, self.index, "no weight was updated with it")
         gradients = vjp((loss,), leaf, [], (torch.full_like(loss, weight),)).gradients
