@@ -131,6 +131,16 @@ def test_truncated_files_are_named(tmp_path, keep):
     assert "\n" not in str(found.value)
 
 
+def test_a_flipped_bit_is_noticed(tmp_path):
+    path = tmp_path / "a.pt"
+    checkpoint.save(path, {"weights": torch.arange(1000.0)})
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.arange(500.0, 510.0).numpy().tobytes())] ^= 16
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=r"a\.pt is not a whole checkpoint .*is damaged"):
+        checkpoint.load(path)
+
+
 def test_code_in_a_checkpoint_is_not_executed(tmp_path):
     class Evil:
         def __reduce__(self):

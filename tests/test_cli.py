@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from petra import models
 from petra.cli.main import main
 from petra.training import checkpoint
+from petra.training.files import Claim
 from petra.training.trainer import weights_hash
 
 SMALL = [
@@ -206,6 +207,13 @@ def test_compare(tmp_path, capsys):
     assert [s["method"] for s in json.loads((tmp_path / "comparison.json").read_text())] == ["backprop", "petra"]
     assert main([*arguments, "--out", str(tmp_path)]) == 2
     assert "holds a run already" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "petra")
+    before = (tmp_path / "backprop" / "summary.json").stat().st_mtime_ns
+    assert main([*arguments, "--out", str(tmp_path), "--resume"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["backprop", "petra"]
+    assert (tmp_path / "backprop" / "summary.json").stat().st_mtime_ns == before  # not run again
+    assert main([*arguments, "--out", str(tmp_path), "--resume", "--lr", "0.1"]) == 2
+    assert "backprop has lr 0.05, not 0.1: give the same options" in capsys.readouterr().err
     assert main([*arguments, "--out", str(tmp_path), "--overwrite"]) == 0
 
 
@@ -365,6 +373,26 @@ class TestRunsThatAreThere:
             part.write_bytes(whole)
         (broken / "checkpoint" / "latest.json").write_text("{")
         self.check(broken, capsys, ["--resume"], "latest.json is damaged")
+        (broken / "checkpoint" / "latest.json").unlink()
+        self.check(broken, capsys, ["--resume"], "latest.json is not there, but")
+
+    def test_weights_that_are_lost_are_written_anew(self, finished, tmp_path):
+        folder = shutil.copytree(finished, tmp_path / "run")
+        weights = folder / "weights.safetensors"
+        content = weights.read_bytes()
+        for lost in (None, content[:-1] + b"?"):
+            weights.unlink()
+            if lost is not None:
+                weights.write_bytes(lost)
+            assert main(["train", "--resume", "--out", str(folder), "--device", "cpu", "--quiet"]) == 0
+            assert weights.read_bytes() == content
+
+    def test_two_at_a_time(self, finished, capsys, tmp_path):
+        folder = shutil.copytree(finished, tmp_path / "run")
+        claim = Claim(folder)
+        self.check(folder, capsys, ["--resume"], "another process is training in")
+        claim.close()
+        assert main(["train", "--resume", "--out", str(folder), "--device", "cpu", "--quiet"]) == 0
 
     def test_damaged_configuration(self, capsys, tmp_path):
         for text in ("{", "{}", "[]", '{"model": 3}'):

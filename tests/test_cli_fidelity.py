@@ -66,7 +66,7 @@ def test_resuming_a_finished_run_only_draws(measured, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["stage", "-----", "0", "1", "2", "3", "all"]
     assert "means of 9 updates of petra" in lines[-1]
-    assert "pip install 'petra[plots]'" in lines[-1]
+    assert "pip install matplotlib" in lines[-1]
     assert rows(measured) == before
 
 

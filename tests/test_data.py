@@ -392,7 +392,14 @@ def test_image_folder_mistakes_are_named(tmp_path: Path) -> None:
     write_image(tmp_path / "train/cat/a.png", picture(0))
     with refused(tmp_path, "test, val, valid, validation"):
         load(str(tmp_path))
-    (tmp_path / "test").mkdir()
+    (tmp_path / "train/dog").mkdir()
+    (tmp_path / "test/dog").mkdir(parents=True)
+    (tmp_path / "test/cat").mkdir()
+    with refused(tmp_path / "train/dog", "holds no images", "or remove it"):
+        load(str(tmp_path))
+    (tmp_path / "train/dog").rmdir()
+    (tmp_path / "test/dog").rmdir()
+    (tmp_path / "test/cat").rmdir()
     with refused("['cat']", "match"):
         load(str(tmp_path))
     (tmp_path / "test/cat").mkdir()

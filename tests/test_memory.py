@@ -38,6 +38,7 @@ def test_what_stages_hold_is_all_that_lives(method):
             trainer.step(x, y)
     held = [t for stage in trainer.stages for ts in stage.held().values() for t in ts]
     held += [t for stage in range(4) for t in trainer.executor.messages(stage)]
+    held += [targets for targets, _ in trainer.executor.targets.values()]
     ours = {storage_id(x) for x, _ in data} | {storage._cdata for storage in before}
     assert allocated(prof) == nbytes(t for t in held if storage_id(t) not in ours)
 

@@ -152,7 +152,7 @@ def main() -> None:
     print(render(header, [list(row.values()) for row in result["held_against_reality"]], left=2))
     Path(__file__).with_name("result.json").write_text(json.dumps(result, indent=2) + "\n")
     if find_spec("matplotlib") is None:
-        print("\nno figure: pip install 'petra[plots]'")
+        print("\nno figure: pip install matplotlib")
     else:
         draw(result["runs"], Path(__file__).with_name("memory.png"))
 

@@ -14,7 +14,7 @@ from petra.measure.run_figure import check_plots, draw_runs
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
-from petra.training.files import refuse_to_overwrite
+from petra.training.files import CONFIG, refuse_to_overwrite
 from petra.training.run import Run
 from petra.training.weights import check_weights
 
@@ -32,7 +32,11 @@ def add_to(commands: Any) -> None:
         "--methods", nargs="+", metavar="NAME", default=["reversible", "petra"], help="default: reversible petra"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("runs/compare"), help="default %(default)s")
-    parser.add_argument("--overwrite", action="store_true", help="replace the runs of an earlier comparison")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument(
+        "--resume", action="store_true", help="go on with the comparison in --out: what has finished is not run again"
+    )
+    existing.add_argument("--overwrite", action="store_true", help="replace the runs of an earlier comparison")
     parser.add_argument(
         "--plot", action="store_true", help="draw losses against epochs and seconds into comparison.png in --out"
     )
@@ -53,8 +57,10 @@ def run(options: argparse.Namespace) -> None:
             others["corrections"] = ()
         configs.append(RunConfig.from_options(options.recipe, {**asked, "method": name, **others}))
         configs[-1].validate()
-        if not options.overwrite:
-            refuse_to_overwrite(options.out / name, "--overwrite")
+        if options.resume:
+            _refuse_another(configs[-1], options.out / name)
+        elif not options.overwrite:
+            refuse_to_overwrite(options.out / name, "--resume to go on, --overwrite to replace it")
         check_weights(configs[-1].weights, options.out / name)
     refuse_capture(options)
     device = set_up_device(options)
@@ -62,13 +68,26 @@ def run(options: argparse.Namespace) -> None:
     summaries = []
     for config in configs:
         folder = options.out / config.method
-        how = {"overwrite": options.overwrite, "device": device, "data": data}
+        how = {"overwrite": options.overwrite, "resume": options.resume, "device": device, "data": data}
         summaries.append(Run(config, folder, **how, **reporting(options))())
     checkpoint.write_json(options.out / "comparison.json", summaries)
     if options.plot:
         draw_runs([read(options.out / name) for name in names], options.out / "comparison.png")
     sys.stderr.flush()
     print(table(summaries))
+
+
+def _refuse_another(config: RunConfig, folder: Path) -> None:
+    """Raise ValueError if there is a run in the folder that was asked for in another way."""
+    if not (folder / CONFIG).exists():
+        return
+    written = RunConfig.read(folder / CONFIG).to_json()
+    for name, value in config.to_json().items():
+        if written.get(name) != value:
+            raise ValueError(
+                f"the run in {folder} has {name} {written.get(name)}, not {value}: give the same options, "
+                "or another --out"
+            )
 
 
 def table(summaries: list[dict[str, Any]]) -> str:

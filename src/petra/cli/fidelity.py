@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     """Train under watch, then print and write means, and draw the figure."""
     if options.every < 1:
         raise ValueError(f"--every is {options.every}: give the number of updates, 1 or more")
-    config, folder = configure(options, may_change=("checkpoint_every", "checkpoint_epochs"), kind="fidelity-")
+    config, folder = configure(options, may_change=("checkpoint_every", "checkpoint_epochs", "data"), kind="fidelity-")
     if processes() > 1:
         raise ValueError(f"{processes()} processes were started: gradients are compared in one process")
     if not (options.resume or options.overwrite):
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
     print(table(rows))
     title = f"{config.model}, {config.method}, {len(summary['stages'])} stages"
     drawn = draw(rows, folder / FIDELITY_FIGURE, title)
-    how = "" if drawn else "; no figure: pip install 'petra[plots]' and give --resume to draw it"
+    how = "" if drawn else "; no figure: pip install matplotlib and give --resume to draw it"
     print(f"means of {means[-1]['measurements']} updates of {config.method}; in {folder}{how}")
 
 

@@ -26,8 +26,8 @@ from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite
 from petra.training.run import Interrupted, Run
 from petra.training.weights import check_weights
 
-MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "order", "replicas")
-"""Options that a resumed run may be given anew."""
+MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "order", "replicas", "data")
+"""Options that a resumed run may be given anew; data may have moved, and is held against its fingerprint."""
 
 
 def add_to(commands: Any) -> None:

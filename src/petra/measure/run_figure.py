@@ -28,7 +28,7 @@ class Curves:
 def check_plots() -> None:
     """Raise ValueError unless there is something to draw with."""
     if find_spec("matplotlib") is None:
-        raise ValueError("a figure needs a package that is not there: pip install 'petra[plots]'")
+        raise ValueError("a figure needs a package that is not there: pip install matplotlib")
 
 
 def draw_runs(runs: Sequence[Curves], path: Path) -> None:

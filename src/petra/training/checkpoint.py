@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -59,6 +60,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint at {path}: check the path")
     try:
+        with zipfile.ZipFile(path) as archive:  # PyTorch writes checksums, and does not look at them
+            if (part := archive.testzip()) is not None:
+                raise ValueError(f"{part} is damaged")
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for broken files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -125,7 +129,8 @@ class Checkpoints:
                 text = f"it is not in {folder} here: give all ranks the same folder, on a disk that they share"
             if text is not None:
                 who = f"{other}: " if len(said) > 1 else ""
-                raise OSError(f"{who}the checkpoint could not be written ({text}); the one before it is kept")
+                kept = "; the one before it is kept" if self._number else ""
+                raise OSError(f"{who}the checkpoint could not be written ({text}){kept}")
         self._number += 1
         if place.speaks:
             write_json(self._folder / LATEST, {"format": FORMAT, "name": folder.name})
@@ -147,7 +152,14 @@ class Checkpoints:
 
     def _latest(self) -> int | None:
         path = self._folder / LATEST
+        there = sorted(folder.name for folder in self._folder.glob("[0-9]" * len(_name(0))) if folder.is_dir())
+        mend = (
+            f'write {{"format": {FORMAT}, "name": "{there[-1]}"}} into it to go on from there' if there else "remove it"
+        )
         if not path.exists():
+            # The first one may have been cut off. Later ones follow one that is whole, which this file names.
+            if there and there[-1] > _name(1):
+                raise ValueError(f"{path} is not there, but {self._folder / there[-1]} is: {mend}")
             return None
         try:
             written = json.loads(path.read_text())
@@ -156,7 +168,7 @@ class Checkpoints:
             return int(written["name"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is damaged or of another version ({error}): remove {self._folder} to start anew"
+                f"{path} is damaged or of another version ({error}): {mend}, or --overwrite the run"
             ) from error
 
 

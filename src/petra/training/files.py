@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 
 from petra.execution.job import job_name, restarts
@@ -14,6 +16,31 @@ FILES = (
 )
 CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, NETWORK, FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE = FILES
 CHECKPOINTS = "checkpoint"
+
+
+class Claim:
+    """A folder is one process's to write into until the claim is closed, or the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._open: int | None = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._open, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ValueError(
+                f"another process is training in {folder}: wait for its end, or give another --out"
+            ) from None
+        except OSError:
+            pass  # a disk that knows no locks
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
+
+    __del__ = close
 
 
 def refuse_to_overwrite(folder: Path, how: str) -> None:

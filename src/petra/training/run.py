@@ -26,6 +26,7 @@ from petra.training.files import (
     TRACE,
     VOCABULARY,
     WEIGHTS,
+    Claim,
     refuse_to_overwrite,
     remove_run,
 )
@@ -38,7 +39,7 @@ from petra.training.stopping import stoppable
 from petra.training.summary import read_summary, summarise
 from petra.training.trained import Blueprint
 from petra.training.trainer import Trainer
-from petra.training.weights import take_weights
+from petra.training.weights import same_weights, take_weights
 
 
 class Interrupted(Exception):
@@ -97,6 +98,7 @@ class Run:
         keep = self._restore() if self._begun else 0
         transport.gather(None)  # nobody writes before all have read, and have found nothing wrong
         if place.speaks:
+            self._claim = Claim(folder)
             if overwrite:
                 remove_run(folder)
             checkpoint.write_json(folder / CONFIG, config.to_json())
@@ -159,7 +161,7 @@ class Run:
         with stoppable() as stop:  # to the very end: what is left after the last epoch is not worth stopping for
             try:
                 if self.position.finished and all(self.transport.gather((self.folder / SUMMARY).exists())):
-                    return read_summary(self.folder / SUMMARY)
+                    return self._finished_before()
                 while self.position.epoch < self.config.epochs:
                     self._epoch(stop)
                 return self._finish()
@@ -170,6 +172,8 @@ class Run:
         """Leave terminal and files."""
         self.progress.close()
         self.metrics.close()
+        if self.transport.place.speaks:
+            self._claim.close()
 
     def _epoch(self, stop: threading.Event) -> None:
         position, watch = self.position, Watch(self.position, self.device)
@@ -272,6 +276,15 @@ class Run:
         self.position.finished = True
         self._save()
         return summary
+
+    def _finished_before(self) -> dict[str, Any]:
+        """The summary; weights that are missing or damaged are written anew."""
+        if self.transport.place.speaks:
+            weights, path = self._whole_network(), self.folder / WEIGHTS
+            if not same_weights(weights, path):
+                checkpoint.export_weights(weights, path)
+                self.progress.say(f"{path} was missing or damaged, and has been written anew")
+        return read_summary(self.folder / SUMMARY)
 
     def _whole_network(self) -> dict[str, torch.Tensor]:
         """All weights in the network's order, those of other ranks from the checkpoint that was just written."""

@@ -89,7 +89,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
     network.load_state_dict(weights)
     if weights_hash(network.state_dict()) != read_summary(folder / SUMMARY).get("weights_sha256"):
         raise ValueError(
-            f"{folder / WEIGHTS} is not what the run wrote, by the hash in {SUMMARY}: put back a copy, or train anew"
+            f"{folder / WEIGHTS} is not what the run wrote, by the hash in {SUMMARY}: "
+            f"put back a copy, or have `petra train --resume --out {folder}` write it anew"
         )
     return network.to(device).eval()
 

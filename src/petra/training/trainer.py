@@ -282,7 +282,7 @@ class Trainer:
             if state["layout"].get(name) != value:
                 raise ValueError(
                     f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
-                    f"use the same {name} to resume it"
+                    f"use the same {name} to resume it, or load_drained with a state that was taken after drain()"
                 )
         networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
         for stage in self.stages:  # before anything is changed

@@ -23,6 +23,15 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} is damaged, or no safetensors file ({reason}): give another, or a copy") from error
 
 
+def same_weights(weights: Mapping[str, Tensor], file: Path) -> bool:
+    """Whether these are the weights in the file, which may be missing or damaged."""
+    try:
+        found = read_weights(file)
+    except (OSError, ValueError):
+        return False
+    return found.keys() == weights.keys() and all(found[name].equal(value.cpu()) for name, value in weights.items())
+
+
 def find_weights(source: str | Path) -> Path:
     """The file with weights: ``source`` itself, or that of a run in a folder."""
     path = Path(source).expanduser()

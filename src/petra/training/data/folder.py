@@ -47,6 +47,8 @@ def _list_images(split: Path, classes: list[str]) -> tuple[list[Source], Tensor]
     labels = []
     for label, name in enumerate(classes):
         files = sorted(file for file in (split / name).iterdir() if file.suffix.lower() in _SUFFIXES)
+        if not files and split.name == "train":
+            raise ValueError(f"{split / name} holds no images: put {', '.join(_SUFFIXES)} files there, or remove it")
         sources += [(str(file), file) for file in files]
         labels += [label] * len(files)
     if not sources:

@@ -92,7 +92,8 @@ def _read_tsv(path: Path) -> Labelled:
         raise ValueError(f"{path} is empty but for its first line: give lines of text, a tab and a label")
     for number, row in enumerate(rows, first + 1):
         if len(row) != len(header):
-            raise ValueError(f"{path} line {number} has {len(row)} columns, not {len(header)}: keep tabs out of texts")
+            mend = "keep tabs out of texts" if len(row) > len(header) else "put tabs between its columns"
+            raise ValueError(f"{path} line {number} has {len(row)} columns, not {len(header)}: {mend}")
     texts = [row[text] for row in rows]
     if label is None:
         return Labelled(texts, [])
