@@ -387,6 +387,9 @@ class TestRunsThatAreThere:
             assert main(["train", "--resume", "--out", str(folder), "--device", "cpu", "--quiet"]) == 0
             assert weights.read_bytes() == content
 
+    def test_data_may_have_moved_but_not_changed(self, finished, capsys):
+        self.check(finished, capsys, ["--resume", "--data", "synthetic:1x8x8:10"], "has changed since the run began")
+
     def test_two_at_a_time(self, finished, capsys, tmp_path):
         folder = shutil.copytree(finished, tmp_path / "run")
         claim = Claim(folder)
