@@ -124,12 +124,16 @@ def test_replicas_can_change(tmp_path):
         run._epoch(threading.Event())
         assert run.trainer.executor.in_flight
         run.trainer.drain()
-        return evaluated(run)
+        found = evaluated(run)
+        run.close()
+        return found
 
     def half_again(transport):
         run = make(tmp_path / "run", transport, resume=True, replicas=2)
         run.trainer.drain()
-        return evaluated(run)
+        found = evaluated(run)
+        run.close()
+        return found
 
     first = run_together(half, 2, 2)[0]
     second = run_together(half_again, 1, 2)[0]  # in flight, on other ranks
