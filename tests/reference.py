@@ -32,6 +32,7 @@ class ReferenceStage:
         self.parameters = [p for layer in layers for p in layer.parameters()]
         self.optimizer = make_optimizer(self.parameters)
         self.delta = None  # Δ_j
+        self.copied = None
         self.t = 0
 
     # F_j, layer by layer. Every residual function and every ordinary layer has a random state of its own.
@@ -120,11 +121,14 @@ class ReferenceStage:
         return (y[0] - f, x2), (d1, delta[1] + through), f_grads + g_grads
 
     def snapshot(self):
-        """A copy of the weights that shares the running statistics."""
+        """A copy of the weights that shares the running statistics; the same one until they change."""
+        if self.copied is not None:
+            return self.copied
         layers = copy.deepcopy(self.layers)
         for old, new in zip(self.layers, layers, strict=True):
             for (_, module), (_, twin) in zip(old.named_modules(), new.named_modules(), strict=True):
                 twin._buffers = module._buffers
+        self.copied = layers
         return layers
 
     # Backward, from the top layer down.
@@ -165,7 +169,7 @@ class ReferenceStage:
             for p, d in zip(self.parameters, self.delta, strict=True):
                 p.grad = d / self.t if self.t > 1 else d
             self.optimizer.step()
-            self.delta, self.t = None, 0
+            self.delta, self.t, self.copied = None, 0, None
 
 
 def train_pipelined(network, cuts, batches, method, order, make_optimizer, k, key):

@@ -360,19 +360,34 @@ def test_a_job_that_is_asked_to_stop_writes_one_checkpoint_and_goes_on(alone, tm
     [
         (["--ranks", 9], "--ranks is 9 for 4 stages: give at most 4"),
         (["--ranks", 0], "--ranks is 0: give 1 or more"),
-        (["--ranks", 2, "--placement", "0,1"], "give the rank of each of the 4 stages"),
         (["--ranks", 2, "--replicas", 0], "--replicas is 0: give 1 or more"),
         (["--ranks", 2, "--timeout", 0], "--timeout is 0.0: give seconds"),
-        (["--ranks", 2, "--data", "nowhere"], "nowhere"),
         (
             ["--ranks", 2, "--replicas", 2, "--batch-size", 1],
             "--replicas is 2, but they share micro-batches of 1 samples",
         ),
     ],
 )
-def test_bad_input_is_said_once(arguments, says, tmp_path):
+def test_bad_input_starts_nobody(arguments, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("petra.cli.train.launch", lambda *given: pytest.fail("ranks were started"))
+    assert main([*SMALL, *map(str, arguments), "--out", str(tmp_path / "run")]) == 2
+    check_said_once(capsys.readouterr().err, says, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ranks", 2, "--placement", "0,1"], "give the rank of each of the 4 stages"),
+        (["--ranks", 2, "--data", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_that_ranks_find_is_said_once(arguments, says, tmp_path):
     code, error = end(start(*arguments, "--out", tmp_path / "run"))
     assert code == 2
+    check_said_once(error, says, tmp_path / "run")
+
+
+def check_said_once(error, says, folder):
     assert says in error
     assert len(error.strip().splitlines()) == 1, error
-    assert not (tmp_path / "run").exists()
+    assert not folder.exists()
