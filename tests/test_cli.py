@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -389,6 +390,12 @@ class TestRunsThatAreThere:
 
     def test_data_may_have_moved_but_not_changed(self, finished, capsys):
         self.check(finished, capsys, ["--resume", "--data", "synthetic:1x8x8:10"], "has changed since the run began")
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(NotADirectoryError):
+            Claim(tmp_path / "file" / "run")
+        gc.collect()  # nothing more is said by what was half made
 
     def test_two_at_a_time(self, finished, capsys, tmp_path):
         folder = shutil.copytree(finished, tmp_path / "run")

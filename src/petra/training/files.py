@@ -21,9 +21,11 @@ CHECKPOINTS = "checkpoint"
 class Claim:
     """A folder is one process's to write into until the claim is closed, or the process ends."""
 
+    _open: int | None = None
+
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._open: int | None = os.open(folder, os.O_RDONLY)
+        self._open = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self._open, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
