@@ -1,4 +1,4 @@
-"""Batch norm with ReLU on kernels of our own: against PyTorch in float64; and where PyTorch's own path is taken.
+"""Batch norm with an addition and ReLU on kernels of our own: against float64; and where PyTorch's own path is taken.
 
 The kernels run on a GPU, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with Triton and a NumPy below 2.4.
 """
@@ -63,12 +63,12 @@ def norm_of(c):
     return norm
 
 
-def fused(norm, x, relu=True, offset=None):
+def fused(norm, x, relu=True, offset=None, added=None):
     buffers = norm.running_mean, norm.running_var, norm.num_batches_tracked
-    return batch_norm_relu(x, norm.weight, norm.bias, buffers, norm.momentum, norm.eps, relu, offset)
+    return batch_norm_relu(x, norm.weight, norm.bias, buffers, norm.momentum, norm.eps, relu, offset, added)
 
 
-def check(x, norm, relu, dy, offset=None, loose=1e-5):
+def check(x, norm, relu, dy, offset=None, loose=1e-5, added=None):
     """Output, gradients and running statistics against those of float64.
 
     Where ReLU has its kink, rounding decides: gradients are those for the outputs that there were.
@@ -76,7 +76,8 @@ def check(x, norm, relu, dy, offset=None, loose=1e-5):
     twin = copy.deepcopy(norm).double()
     exact = x.detach().double().requires_grad_()
     expected = twin(exact if offset is None else exact + offset.double()[:, None, None])
-    y = fused(norm, x, relu, offset)
+    expected = expected if added is None else added.detach().double() + expected
+    y = fused(norm, x, relu, offset, added)
     assert y.dtype == x.dtype
     assert y.stride() == x.stride()
     limit = expected.relu() if relu else expected
@@ -86,6 +87,7 @@ def check(x, norm, relu, dy, offset=None, loose=1e-5):
     expected.backward(dy.double() * (y > 0) if relu else dy.double())
     steepness = twin.weight.abs() / (exact.var((0, 2, 3), correction=0) + norm.eps).sqrt()
     size = (steepness.max() * dy.abs().max()).item()  # of terms that may cancel out
+    assert added is None or added.grad.equal(dy * (y > 0))
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=rounding(x.dtype), atol=loose * size)
     for name in ("weight", "bias"):
         found, wanted = getattr(norm, name).grad, getattr(twin, name).grad
@@ -100,20 +102,21 @@ def check(x, norm, relu, dy, offset=None, loose=1e-5):
     st.integers(1, 5),
     st.integers(2, 5),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.booleans(),
+    st.sampled_from(["norm", "relu", "add"]),
     st.booleans(),
     st.booleans(),
 )
-def test_same_as_float64(n, c, h, w, dtype, relu, shifted, last):
+def test_same_as_float64(n, c, h, w, dtype, then, shifted, last):
     x, norm = images(n, c, h, w, dtype), norm_of(c)
     dy = torch.randn(n, c, h, w, device=DEVICE).to(dtype)
     with patch.multiple(norm_function, **SMALL):
         check(
             x,
             norm,
-            relu,
+            then != "norm",
             dy.contiguous(memory_format=LAST) if last else dy,
             torch.randn(c, device=DEVICE) if shifted else None,
+            added=images(n, c, h, w, dtype, seed=1) if then == "add" else None,
         )
 
 
@@ -124,9 +127,11 @@ def test_same_as_float64(n, c, h, w, dtype, relu, shifted, last):
     [((9, 16, 8, 8), SMALL), ((6, 100, 9, 7), REAL), ((12, 32, 9, 9), REAL), ((5, 2048, 2, 2), WIDE)],
     ids=lambda x: str(x) if isinstance(x, tuple) else "",
 )
-def test_larger_images(shape, tiles, dtype):
+@pytest.mark.parametrize("then", ["relu", "add"])
+def test_larger_images(shape, tiles, dtype, then):
+    added = images(*shape, dtype, seed=1) if then == "add" else None
     with patch.multiple(norm_function, **tiles):
-        check(images(*shape, dtype), norm_of(shape[1]), True, torch.randn(shape, device=DEVICE).to(dtype))
+        check(images(*shape, dtype), norm_of(shape[1]), True, torch.randn(shape, device=DEVICE).to(dtype), added=added)
 
 
 @needs_kernels
@@ -186,6 +191,19 @@ def test_what_is_kept_for_backward():
         assert len(kept) == 4
 
 
+@needs_kernels
+def test_what_is_kept_for_backward_of_a_sum():
+    """The output, which is the next layer's input, and not what was added; whose gradient may be all that is wanted."""
+    x, added, norm, kept = images(2, 4, 3, 3), images(2, 4, 3, 3, seed=1), norm_of(4), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        y = fused(norm, x, added=added)
+    assert {x.data_ptr(), y.data_ptr()} < set(kept)
+    assert added.data_ptr() not in kept
+    norm.requires_grad_(False)
+    fused(norm, x.detach(), added=added).backward(torch.ones_like(y))
+    assert added.grad.equal((y > 0).float())
+
+
 def trained(network, steps=2):
     """Outputs, and all that there is after some steps."""
     for seed in range(steps):
@@ -216,6 +234,7 @@ def test_networks(name, monkeypatch):
     reference = copy.deepcopy(network)
     found = trained(network)
     assert len(calls) >= 12
+    assert sum(call[-1] is not None for call in calls) == (6 if name.startswith("resnet") else 0)
     monkeypatch.setattr(fused_norm, "ENABLED", False)
     expected = trained(reference)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
@@ -242,9 +261,10 @@ def called(monkeypatch):
     """What the kernels were called with, on a GPU that is not there."""
     calls = []
 
-    def pretended(x, weight, bias, statistics, momentum, eps, relu, offset):
+    def pretended(x, weight, bias, statistics, momentum, eps, relu, offset, added):
         calls.append((statistics, relu, offset))
         y = batch_norm(x, None, None, weight, bias, True, momentum, eps)
+        y = y if added is None else y + added
         return y.relu() if relu else y
 
     monkeypatch.setattr(fused_norm, "_on_gpu", lambda x: True)
@@ -326,6 +346,22 @@ def test_other_cases_are_left_to_pytorch(case, called):
     assert all(a.equal(b) for a, b in zip(norm.buffers(), twin.buffers(), strict=True))
 
 
+ADDED = {
+    "another dtype": lambda: here().bfloat16(),
+    "a value for each channel": lambda: torch.randn(4, 1, 1),
+    "channels first": lambda: here().contiguous(),
+}
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_other_sums_are_left_to_pytorch(case, called):
+    norm, x, added = nn.BatchNorm2d(4), here(), ADDED[case]()
+    twin = copy.deepcopy(norm)
+    assert norm_relu(norm, x, nn.ReLU(), added=added).equal(torch.relu(added + twin(x)))
+    assert norm_relu(norm, x, added=here()).equal(here() + twin(x))
+    assert called == []
+
+
 @pytest.mark.parametrize("change", [compiling, turned_off, without_triton, without_gpu])
 def test_kernels_that_are_not_there_are_not_used(change, called, monkeypatch):
     change(monkeypatch)
@@ -378,6 +414,27 @@ def test_layers_find_each_other(order, calls, called):
     found = ConvNorm(*layers)(here())
     assert [relu for _, relu, _ in called] == calls
     torch.testing.assert_close(found, twin(here()))
+
+
+@pytest.mark.parametrize(("order", "calls"), [("cnrcn", [True, True]), ("cnrc", [True]), ("nrn", [True, False])])
+def test_a_sum_is_a_part_of_the_last_norm(order, calls, called):
+    make = {"c": lambda: nn.Conv2d(4, 4, 1), "n": lambda: nn.BatchNorm2d(4), "r": nn.ReLU}
+    layers, seen = ConvNorm(*(make[letter]() for letter in order)), []
+    twin = copy.deepcopy(nn.Sequential(*layers))
+    found = layers.onto(here(), here(), nn.ReLU())
+    assert [relu for _, relu, _ in called] == calls
+    expected = twin(here())
+    torch.testing.assert_close(found, torch.relu(here() + expected))
+    layers.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layers.onto(here(), here(), nn.ReLU())
+    torch.testing.assert_close(seen, [expected])  # not the sum
+
+
+def test_blocks_can_be_compiled():
+    block = models.create("resnet18", width=4, depths=(1,))[1]
+    twin = copy.deepcopy(block)
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    assert compiled(here()).equal(torch.relu(here() + nn.Sequential(*twin.f)(here())))
 
 
 def test_names_of_weights_are_as_before():

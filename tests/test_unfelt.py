@@ -17,8 +17,8 @@ NETWORKS = {
 }
 
 
-def plain(conv, norm, x, relu=None):
-    x = norm(conv(x))
+def plain(conv, norm, x, relu=None, added=None):
+    x = norm(conv(x)) if added is None else added + norm(conv(x))
     return x if relu is None else relu(x)
 
 

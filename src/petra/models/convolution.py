@@ -20,7 +20,7 @@ def conv(inputs: int, outputs: int, kernel: int, stride: int = 1, bias: bool = T
 
 def residual(
     channels: tuple[int, ...], kernels: tuple[int, ...], stride: int, last_relu: bool, bias: bool = True
-) -> nn.Sequential:
+) -> ConvNorm:
     """conv-bn-relu for each kernel; the stride sits in the first 3×3 convolution."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     strided = kernels.index(3)
@@ -32,17 +32,17 @@ def residual(
     return ConvNorm(layers)
 
 
-def basic(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> nn.Sequential:
+def basic(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> ConvNorm:
     """Two 3×3 convolutions."""
     return residual((inputs, width, width), (3, 3), stride, last_relu, bias)
 
 
-def bottleneck(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> nn.Sequential:
+def bottleneck(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> ConvNorm:
     """A 3×3 convolution between two 1×1, the last of which widens four times."""
     return residual((inputs, width, width, 4 * width), (1, 3, 1), stride, last_relu, bias)
 
 
-def projection(inputs: int, outputs: int, stride: int, bias: bool = True) -> nn.Sequential:
+def projection(inputs: int, outputs: int, stride: int, bias: bool = True) -> ConvNorm:
     """The 1×1 convolution that brings a shortcut to a new shape."""
     brought = conv(inputs, outputs, 1, stride, bias)
     return ConvNorm(OrderedDict([("conv", brought), ("bn", nn.BatchNorm2d(outputs))]))

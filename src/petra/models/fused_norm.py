@@ -1,4 +1,4 @@
-"""Batch norm with ReLU as two kernels forward and two backward, where they apply; PyTorch's own ones elsewhere.
+"""Batch norm with what follows, a sum and ReLU, as two kernels forward and two backward; or PyTorch's own ones.
 
 They apply in training mode on a GPU, to images with channels last in float32, bfloat16 or float16. PyTorch takes five
 kernels forward and three backward there, which go over the images more often. Set the environment variable
@@ -27,13 +27,19 @@ _GLOBAL_HOOKS = (
 )
 
 
-def norm_relu(norm: nn.Module, x: Tensor, relu: nn.Module | None = None, offset: Tensor | None = None) -> Tensor:
-    """relu(norm(x)), or norm(x) without ``relu``.
+def norm_relu(
+    norm: nn.Module,
+    x: Tensor,
+    relu: nn.Module | None = None,
+    offset: Tensor | None = None,
+    added: Tensor | None = None,
+) -> Tensor:
+    """relu(added + norm(x)), without what is None.
 
     ``offset`` is what x lacks of each channel: batch statistics take it away, and the running mean has it nevertheless.
     It is for batch norms in training mode, with a momentum below 1.
     """
-    if _applies(norm, x, relu):
+    if _applies(norm, x, relu, added):
         assert isinstance(norm, nn.BatchNorm2d)
         assert norm.momentum is not None
         tracking = norm.track_running_stats
@@ -46,6 +52,7 @@ def norm_relu(norm: nn.Module, x: Tensor, relu: nn.Module | None = None, offset:
             norm.eps,
             relu is not None,
             offset,
+            added,
         )
     if offset is not None:
         assert isinstance(norm, nn.BatchNorm2d)
@@ -54,10 +61,11 @@ def norm_relu(norm: nn.Module, x: Tensor, relu: nn.Module | None = None, offset:
             # Through `data`, for autograd takes no notice of what a norm does to it either: graphs may have saved it.
             norm.running_mean.data.add_(offset.detach(), alpha=norm.momentum / (1 - norm.momentum))
     x = norm(x)
+    x = x if added is None else added + x
     return x if relu is None else relu(x)
 
 
-def _applies(norm: nn.Module, x: Tensor, relu: nn.Module | None) -> bool:
+def _applies(norm: nn.Module, x: Tensor, relu: nn.Module | None, added: Tensor | None) -> bool:
     """Whether the kernels do what the modules would do."""
     if torch.compiler.is_compiling() or not ENABLED or not _on_gpu(x):  # a compiler fuses them by itself
         return False
@@ -66,8 +74,9 @@ def _applies(norm: nn.Module, x: Tensor, relu: nn.Module | None) -> bool:
         and (relu is None or type(relu) is nn.ReLU)
         and norm.training
         and norm.momentum is not None
-        and not any(map(_hooked, (norm, *(() if relu is None else (relu,)))))
+        and not any(map(hooked, (norm, *(() if relu is None else (relu,)))))
         and _suits(x, norm.num_features)
+        and (added is None or (relu is not None and _alike(added, x) and _suits(added, norm.num_features)))
         and all(t is not None and t.dtype == torch.float32 and t.device == x.device for t in (norm.weight, norm.bias))
         and all(t is None or t.dtype == torch.float32 for t in (norm.running_mean, norm.running_var))
         and _has_triton()
@@ -86,7 +95,11 @@ def _suits(x: Tensor, channels: int) -> bool:
     )
 
 
-def _hooked(module: nn.Module) -> bool:
+def _alike(added: Tensor, x: Tensor) -> bool:
+    return added.shape == x.shape and added.dtype == x.dtype and added.device == x.device
+
+
+def hooked(module: nn.Module) -> bool:
     """Whether somebody wants to be called when the module is."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(own) or any(getattr(hooks, name) for name in _GLOBAL_HOOKS)

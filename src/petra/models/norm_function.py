@@ -1,4 +1,4 @@
-"""Batch norm with ReLU in training mode as one function of autograd, on the kernels of `norm_kernels`."""
+"""Batch norm with an addition and ReLU in training mode as functions of autograd, on the kernels of `norm_kernels`."""
 
 from __future__ import annotations
 
@@ -76,17 +76,21 @@ def batch_norm_relu(
     eps: float,
     relu: bool,
     offset: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
-    """relu(batch_norm(x)) of images with channels last, with the statistics of the batch.
+    """relu(batch_norm(x) + added) of images with channels last, with the statistics of the batch.
 
-    Running statistics are updated as by `torch.nn.BatchNorm2d`, with ``offset`` added to the mean.
+    Running statistics are updated as by `torch.nn.BatchNorm2d`, with ``offset`` added to the mean. ``added`` is like x,
+    and only for ``relu``.
     """
     if offset is not None:  # or there would be one more kernel to compile where there are no statistics
         offset = None if statistics[0] is None else offset.detach()
     arguments = (*statistics, offset, float(momentum), eps, relu)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, added)):
+        if added is not None:
+            return _NormAddRelu.apply(x, added, weight, bias, *arguments)  # type: ignore[no-untyped-call, no-any-return]
         return _NormRelu.apply(x, weight, bias, *arguments)  # type: ignore[no-untyped-call, no-any-return]
-    return _forward(x, weight, bias, *arguments)[0]
+    return _forward(x, added, weight, bias, *arguments)[0]
 
 
 class _NormRelu(torch.autograd.Function):
@@ -94,7 +98,7 @@ class _NormRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *arguments: Any) -> Tensor:
-        y, moments = _forward(x, weight, bias, *arguments)
+        y, moments = _forward(x, None, weight, bias, *arguments)
         ctx.save_for_backward(x, weight, bias, moments)
         ctx.relu = arguments[-1]
         return y
@@ -103,11 +107,29 @@ class _NormRelu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, moments = ctx.saved_tensors
-        return *_backward(dy, x, weight, bias, moments, ctx.relu), *[None] * 7
+        return *_backward(dy, x, None, weight, bias, moments, ctx.relu)[1:], *[None] * 7
+
+
+class _NormAddRelu(torch.autograd.Function):
+    """Keeps x and y, which the next layer keeps anyway, and not what was added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, bias: Tensor, *arguments: Any) -> Tensor:
+        y, moments = _forward(x, added, weight, bias, *arguments)
+        ctx.save_for_backward(x, y, weight, bias, moments)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, weight, bias, moments = ctx.saved_tensors
+        felt, dx, dweight, dbias = _backward(dy, x, y, weight, bias, moments, relu=True)
+        return dx, felt, dweight, dbias, *[None] * 7
 
 
 def _forward(
     x: Tensor,
+    added: Tensor | None,
     weight: Tensor,
     bias: Tensor,
     running_mean: Tensor | None,
@@ -132,6 +154,7 @@ def _forward(
         kernels.measure[t.parts, t.column_blocks](x, found, m, c, t.part_rows, **blocks)
         kernels.apply[t.row_blocks, t.column_blocks](
             x,
+            added,
             y,
             found,
             weight,
@@ -156,9 +179,9 @@ def _forward(
 
 
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, moments: Tensor, relu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias."""
+    dy: Tensor, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, moments: Tensor, relu: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of what was added, x, weight and bias; without ``y`` nothing was."""
     from petra.models import norm_kernels as kernels
 
     dy = dy.contiguous(memory_format=torch.channels_last)
@@ -166,13 +189,28 @@ def _backward(
     m = x.numel() // c
     t = tiling(m, c)
     dx = torch.empty_like(x)
+    felt = dy if y is None else torch.empty_like(dy)
     found = x.new_empty((2, t.parts, c), dtype=torch.float32)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
-    blocks = {"RELU": relu, "BLOCK_M": t.block_m, "BLOCK_C": t.block_c, "num_warps": WARPS}
+    blocks = {"BLOCK_M": t.block_m, "BLOCK_C": t.block_c, "num_warps": WARPS}
     with torch.cuda.device(x.get_device()):
-        kernels.gather[t.parts, t.column_blocks](dy, x, moments, weight, bias, found, m, c, t.part_rows, **blocks)
-        kernels.spread[t.row_blocks, t.column_blocks](
+        kernels.gather[t.parts, t.column_blocks](
             dy,
+            x,
+            y,
+            None if y is None else felt,
+            moments,
+            weight,
+            bias,
+            found,
+            m,
+            c,
+            t.part_rows,
+            RELU=relu,
+            **blocks,
+        )
+        kernels.spread[t.row_blocks, t.column_blocks](
+            felt,
             x,
             dx,
             found,
@@ -186,6 +224,7 @@ def _backward(
             t.parts,
             t.rows,
             PARTS=_power_of_two(t.parts),
+            RELU=relu and y is None,
             **blocks,
         )
-    return dx, dweight, dbias
+    return felt, dx, dweight, dbias

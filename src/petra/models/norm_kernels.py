@@ -79,6 +79,7 @@ def measure(x, found, M, C, rows, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=SHORT)
 def apply(
     x,
+    added,
     y,
     found,
     weight,
@@ -102,8 +103,9 @@ def apply(
 ):
     """Normalised rows into ``y``; the first rows' programs also write ``moments`` (2, C) and running statistics.
 
-    ``offset`` is what was left out of x before it came here, and is a part of the running mean all the same. All of
-    ``running_mean``, ``running_var``, ``tracked`` and ``offset`` may be None.
+    ``added`` is added before ReLU. ``offset`` is what was left out of x before it came here, and is a part of the
+    running mean all the same. All of ``added``, ``running_mean``, ``running_var``, ``tracked`` and ``offset`` may be
+    None.
     """
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = cols < C
@@ -139,6 +141,8 @@ def apply(
         tile = ahead
         ahead = _load(x, row + BLOCK_M + lane, cols, end, C)
         out = _normalised(tile, mean, invstd, w, b)
+        if added is not None:
+            out += _load(added, row + lane, cols, end, C).to(tl.float32)
         if RELU:
             out = tl.where(out <= 0, 0.0, out)  # NaN stays
         at = (row + lane)[:, None] * C + cols[None, :]
@@ -157,9 +161,26 @@ def _felt(dy, x, mean, invstd, weight, bias, RELU: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=SHORT)
 def gather(
-    dy, x, moments, weight, bias, found, M, C, rows, RELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr
+    dy,
+    x,
+    y,
+    felt,
+    moments,
+    weight,
+    bias,
+    found,
+    M,
+    C,
+    rows,
+    RELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """Sums of dy and of dy · x̂ for each channel over a part of ``rows`` rows, into ``found`` (2, parts, C)."""
+    """Sums of dy and of dy · x̂ for each channel over a part of ``rows`` rows, into ``found`` (2, parts, C).
+
+    Where something was added before ReLU, x does not tell the sign of the output ``y``, which is read then, and the
+    gradient of the sum is written into ``felt``. Otherwise both are None.
+    """
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     lane = tl.arange(0, BLOCK_M)
@@ -175,7 +196,13 @@ def gather(
     coming = _load(dy, start + lane, cols, end, C)  # zero beyond the end
     for row in range(start, end, BLOCK_M):
         tile = ahead
-        gradient = _felt(coming, tile, mean, invstd, w, b, RELU)
+        if y is not None:
+            dark = _load(y, row + lane, cols, end, C) <= 0
+            gradient = tl.where(dark, 0.0, coming.to(tl.float32))
+            at = (row + lane)[:, None] * C + cols[None, :]
+            tl.store(felt + at, gradient, mask=(row + lane < end)[:, None] & (cols < C)[None, :])
+        else:
+            gradient = _felt(coming, tile, mean, invstd, w, b, RELU)
         ahead = _load(x, row + BLOCK_M + lane, cols, end, C)
         coming = _load(dy, row + BLOCK_M + lane, cols, end, C)
         total += gradient

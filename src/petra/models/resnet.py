@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -31,19 +30,21 @@ from petra.models.convolution import (
     projection,
 )
 from petra.models.registry import register
+from petra.models.unfelt import ConvNorm
 from petra.reversible import Network
 
 
 class ResidualBlock(nn.Module):
     """relu(shortcut(x) + f(x))."""
 
-    def __init__(self, f: nn.Module, shortcut: nn.Module) -> None:
+    def __init__(self, f: ConvNorm, shortcut: nn.Module) -> None:
         super().__init__()
         self.f = f
         self.shortcut = shortcut
+        self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.shortcut(x) + self.f(x))
+        return self.f.onto(self.shortcut(x), x, self.relu)
 
 
 class PaddedShortcut(nn.Module):
