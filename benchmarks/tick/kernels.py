@@ -7,6 +7,7 @@ Takes the options of worker.py. Kernels of stages that are at work side by side 
 than the tick takes.
 """
 
+import re
 import sys
 import time
 from collections import defaultdict
@@ -19,6 +20,23 @@ from petra.tables import render
 
 TICKS = 10
 SHOWN = 40
+
+
+# What the C++ of PyTorch puts around the words that say what a kernel does.
+_NOISE = (
+    r"^void ",
+    r"at::native::",
+    r"\(anonymous namespace\)::",
+    r"::operator\(\)\(\) const",
+    r"::?\{lambda\(\)#\d+\}",
+)
+
+
+def short(name: str) -> str:
+    """The name of a kernel, as far as it says something."""
+    for noise in _NOISE:
+        name = re.sub(noise, "", name)
+    return name[:120]
 
 
 def main() -> None:
@@ -40,12 +58,12 @@ def main() -> None:
     spent: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events() or []:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            spent[event.name].append(event.time_range.elapsed_us())
+            spent[short(event.name)].append(event.time_range.elapsed_us())
     whole = sum(map(sum, spent.values()))
     rows = []
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
         share = f"{sum(times) / whole:.3f}"
-        rows.append([name[:110], f"{len(times) / TICKS:.1f}", f"{sum(times) / TICKS:.1f}", share])
+        rows.append([name, f"{len(times) / TICKS:.1f}", f"{sum(times) / TICKS:.1f}", share])
     print(render(["kernel", "a tick", "µs a tick", "share"], rows, left=1))
     print(f"{1e3 * seconds:.3f} ms a tick without the profiler; {whole / TICKS / 1e3:.3f} ms of kernels")
 

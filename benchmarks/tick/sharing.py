@@ -102,7 +102,7 @@ def main() -> None:
                 rows.append({"case": case, "way": way, "trainings": number, "images_per_second": rate})
                 table.append([case, way, str(number), f"{rate:.0f}"])
                 print(*table[-1], flush=True)
-                shown = {name: str(v) if isinstance(v, Path) else v for name, v in vars(given).items()}
+                shown = {name: v for name, v in vars(given).items() if name != "out"}
                 result = {"options": shown, "environment": environment(given.device), "rows": rows}
                 given.out.parent.mkdir(parents=True, exist_ok=True)
                 given.out.write_text(json.dumps(result, indent=2) + "\n")
