@@ -47,6 +47,8 @@ class TestErrors:
         trainer = make(mixed_network(), stages=2)
         with pytest.raises(LayerError, match=r"layer 0 \(Split\) cannot take inputs of shape \(3, 5, 4, 4\)"):
             trainer.step(torch.randn(3, 5, 4, 4), torch.zeros(3, dtype=torch.long))
+        with pytest.raises(LayerError, match=r"inputs of shape \(3, 4, 4, 4\) in float64: "):
+            make(mixed_network(), stages=2).step(torch.randn(3, 4, 4, 4).double(), torch.zeros(3, dtype=torch.long))
 
     def test_targets_of_another_length_are_refused_and_nothing_is_lost(self):
         trainer = make(mixed_network())

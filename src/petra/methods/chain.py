@@ -307,6 +307,10 @@ def _name(key: tuple[int, int], part: Coupling | nn.Module) -> str:
     return f"layer {key[0]} ({type(module).__name__})"
 
 
+def _unusual(dtype: torch.dtype) -> str:
+    return "" if dtype is torch.float32 else f" in {str(dtype).removeprefix('torch.')}"
+
+
 def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
     name = _name(key, part)
     versions = [0 if x.is_inference() else x._version for x in streams]
@@ -322,7 +326,7 @@ def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -
         if "in-place operation" in str(error):
             raise LayerError(in_place) from error
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        shapes = ", ".join(str(tuple(x.shape)) for x in streams)
+        shapes = ", ".join(str(tuple(x.shape)) + _unusual(x.dtype) for x in streams)
         raise LayerError(f"{name} cannot take inputs of shape {shapes}: {why}") from error
     if versions != [0 if x.is_inference() else x._version for x in streams]:
         raise LayerError(in_place)
