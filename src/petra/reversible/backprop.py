@@ -131,9 +131,10 @@ class _Run(torch.autograd.Function):
         check_unchanged(job.modules, job.parameters, ctx.versions)
         wanted = ctx.needs_input_grad[1 : 1 + job.width]
         saved = ctx.saved_tensors  # reading them twice would unpack them twice
-        more = len(saved) - job.width  # where a stem has made two streams of one
+        more = len(saved) - job.width  # where a stem has made two streams of one, or a layer one of two
+        companions = 2 + min(more, 0)
         streams = tuple(
-            x.detach().requires_grad_(i > 1 and wanted[i - more])  # a companion's gradient costs extra
+            x.detach().requires_grad_(i >= companions and wanted[i - more])  # a companion's gradient costs extra
             for i, x in enumerate(saved)
         )
         with (

@@ -111,8 +111,9 @@ class Program:
         return streams
 
     def _backward(self, streams: Streams, gradients: Gradients) -> list[Tensor | None]:
-        more = len(streams) - len(self.wanted)  # where a stem has made two streams of one
-        for x, want in zip(streams[2:], self.wanted[2 - more :], strict=True):
+        more = len(streams) - len(self.wanted)  # where a stem has made two streams of one, or a layer one of two
+        companions = 2 + min(more, 0)
+        for x, want in zip(streams[companions:], self.wanted[companions - more :], strict=True):
             x.requires_grad_(want)
         with autocasting(self.device, self.autocast), frozen_statistics(self.norms):
             found = unwind(self.couplings, streams, gradients, lambda i: None, self.overlap)

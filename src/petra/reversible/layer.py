@@ -16,7 +16,7 @@ from petra.reversible.gradients import ParameterGradients, trainable, vjp
 from petra.reversible.randomness import random_state, restore_random_state
 from petra.reversible.reach import check_reach
 from petra.reversible.statistics import frozen_statistics, normalisations
-from petra.reversible.streams import Gradients, Streams, as_streams, leaves
+from petra.reversible.streams import Gradients, Streams, as_streams, differentiable, leaves
 
 
 class ReversibleLayer(nn.Module, ABC):
@@ -69,8 +69,10 @@ class Whole(Coupling):
         with torch.no_grad(), frozen_statistics(normalisations(self.modules)):
             inputs = self.inverse(streams)
         restore_random_state(device, state)
-        count = len(streams) - self.keywords.tensors
-        handed = *leaves(inputs[:count]), *(x.detach().requires_grad_(x.requires_grad) for x in streams[count:])
+        # The layer may have made more streams of less; what comes after those that change belongs together from behind.
+        more, count = len(streams) - len(inputs), len(inputs) - self.keywords.tensors
+        named = streams[count + more :]
+        handed = *leaves(inputs[:count]), *(x.detach().requires_grad_(x.requires_grad) for x in named)
         with torch.enable_grad():
             outputs = self.forward(handed)
 
@@ -80,7 +82,13 @@ class Whole(Coupling):
             _, found, parameters = vjp(outputs, handed, own, gradients)
             return found, parameters
 
-        return Rewound(tuple(x.detach() for x in inputs[:count]) + streams[count:], take)
+        # Companions that want gradients want them of the layers below, too.
+        wanted = [i + more >= 0 and streams[i + more].requires_grad for i in range(count)]
+        restored = (x.detach() for x in inputs[:count])
+        return Rewound(
+            (*(x.requires_grad_(want and differentiable(x)) for x, want in zip(restored, wanted, strict=True)), *named),
+            take,
+        )
 
 
 class CoupledLayer(ReversibleLayer):

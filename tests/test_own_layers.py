@@ -1,0 +1,74 @@
+"""Reversible layers of one's own beside blocks: companions and named arguments keep their gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from petra import Network, ReversibleBlock, ReversibleLayer, plain_autograd
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        return self.fc(x) * scale
+
+
+class Swap(ReversibleLayer):
+    def forward(self, a, b, *rest, scale=None):
+        return b, a, *rest
+
+    inverse = forward
+
+
+class Part(ReversibleLayer):
+    """One stream becomes two."""
+
+    def forward(self, x, *rest, scale=None):
+        return *x.chunk(2, -1), *rest
+
+    def inverse(self, a, b, *rest, scale=None):
+        return torch.cat([a, b], -1), *rest
+
+
+class Unite(ReversibleLayer):
+    """Two streams become one."""
+
+    def forward(self, a, b, *rest, scale=None):
+        return torch.cat([a, b], -1), *rest
+
+    def inverse(self, x, *rest, scale=None):
+        return *x.chunk(2, -1), *rest
+
+
+def block():
+    return ReversibleBlock(Scaled(), Scaled())
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("kind", ["between", "first", "last"])
+def test_companions_get_gradients_from_below_a_layer_of_ones_own(kind, by_name):
+    torch.manual_seed(0)
+    layers = {
+        "between": [block(), Swap(), block()],
+        "first": [Part(), block(), block()],
+        "last": [block(), block(), Unite()],
+    }[kind]
+    network = Network(*layers).double()
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand(4, dtype=torch.float64, requires_grad=True)
+
+    def gradients():
+        streams = (x,) if kind == "first" else x.chunk(2, -1)
+        outputs = network(*streams, scale=scale) if by_name else network(*streams, scale)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        loss = sum((y.sin() * (i + 1)).sum() for i, y in enumerate(outputs))
+        return torch.autograd.grad(loss, (x, scale, *network.parameters()))
+
+    found = gradients()
+    with plain_autograd():
+        expected = gradients()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
