@@ -283,6 +283,31 @@ def test_other_parameters_for_a_call_are_noticed():
     assert all(p.grad is not None for p in others.values())
 
 
+def test_other_weights_for_a_call_are_noticed_if_only_the_input_wants_a_gradient():
+    net = network()
+    others = {name: p.detach() * 1.1 for name, p in net.named_parameters()}
+    loss = torch.func.functional_call(net, others, (data().requires_grad_(),)).sum()
+    with pytest.raises(RuntimeError, match="other parameters backward"):
+        loss.backward()
+
+
+def test_buffers_that_are_replaced_whenever_a_function_runs_are_noticed():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return self.fc(x - self.mean)
+
+    x = torch.randn(2, 4)
+    y = Network(ReversibleResidual(Centred()))(x, x)
+    with pytest.raises(RuntimeError, match="changes a buffer of its own"):
+        y[0].sum().backward()
+
+
 def test_functions_with_a_state_of_their_own_are_noticed():
     f = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
     x = torch.randn(2, 4, requires_grad=True)

@@ -128,7 +128,7 @@ class _Run(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         job: _Job = ctx.job
-        check_unchanged(job.modules, job.parameters, ctx.versions)
+        check_unchanged(job.modules, ctx.versions)
         wanted = ctx.needs_input_grad[1 : 1 + job.width]
         saved = ctx.saved_tensors  # reading them twice would unpack them twice
         more = len(saved) - job.width  # where a stem has made two streams of one, or a layer one of two
@@ -151,5 +151,5 @@ class _Run(torch.autograd.Function):
                 lambda i: restore_random_state(ctx.device, ctx.random[i]),
                 job.overlap,
             )
-        check_stateless(ctx.versions)
+        check_stateless(job.modules, ctx.versions)
         return None, *into_inputs, *(into_parameters.get(p) for p in job.parameters)

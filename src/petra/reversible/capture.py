@@ -178,5 +178,5 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         program: Program = ctx.program
-        check_unchanged(program.modules, program.parameters, ctx.versions)
+        check_unchanged(program.modules, ctx.versions)
         return None, *program.backward(ctx.saved_tensors, gradients)

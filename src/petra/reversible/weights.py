@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from petra.reversible.modules import submodules
+from petra.reversible.modules import held_tensors, submodules
 from petra.reversible.statistics import normalisations
 
 Versions = list[tuple[Tensor, int]]
@@ -16,8 +16,9 @@ CHANGED = (
     "reconstructed with the weights of the forward pass, so step the optimizer after backward"
 )
 _OTHERS = (
-    "a reversible layer has other parameters backward than it had forward (torch.func.functional_call?): inputs can "
-    "only be reconstructed with the weights of the forward pass, so use petra.plain_autograd() around such calls"
+    "a reversible layer has other parameters backward than it had forward, or other buffers "
+    "(torch.func.functional_call?): inputs can only be reconstructed with the weights of the forward pass, so use "
+    "petra.plain_autograd() around such calls"
 )
 _STATE = (
     "a residual function changes a buffer of its own whenever it runs (spectral norm?), and in a reversible layer it "
@@ -36,16 +37,21 @@ def versions(modules: Sequence[nn.Module]) -> Versions:
     return [(tensor, tensor._version) for tensor in held if tensor is not None and not tensor.is_inference()]
 
 
-def check_unchanged(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter], then: Versions) -> None:
+def check_unchanged(modules: Sequence[nn.Module], then: Versions) -> None:
     """Raise unless the modules have the weights that they had ``then``."""
-    own = {id(p) for module in submodules(modules) for p in module._parameters.values()}
-    if any(id(p) not in own for p in parameters):
+    if _replaced(modules, then):
         raise RuntimeError(_OTHERS)
     if any(tensor._version != version for tensor, version in then):
         raise RuntimeError(CHANGED)
 
 
-def check_stateless(then: Versions) -> None:
+def check_stateless(modules: Sequence[nn.Module], then: Versions) -> None:
     """Raise if evaluating the modules again has changed them."""
-    if any(tensor._version != version for tensor, version in then):
+    if _replaced(modules, then) or any(tensor._version != version for tensor, version in then):
         raise RuntimeError(_STATE)
+
+
+def _replaced(modules: Sequence[nn.Module], then: Versions) -> bool:
+    """Whether any of the tensors is no longer there."""
+    held = {id(tensor) for tensor in held_tensors(modules)}
+    return any(id(tensor) not in held for tensor, _ in then)
