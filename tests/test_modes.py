@@ -150,14 +150,18 @@ def test_modules_in_evaluation_mode_stay_so():
 class Counting(nn.Module):
     """Counts what it has seen, or begins with a scale that it takes from the first data and keeps."""
 
-    def __init__(self, always):
+    def __init__(self, always, in_place=True):
         super().__init__()
         self.always = always
+        self.in_place = in_place
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):
         if self.always or not self.seen:
-            self.seen += len(x)
+            if self.in_place:
+                self.seen += len(x)
+            else:
+                self.seen = self.seen + len(x)
         return x * 2
 
 
@@ -174,6 +178,13 @@ def test_layers_that_count_their_evaluations_are_noticed_where_there_are_two(met
         for _ in range(4):
             trainer.step(x, y)
         assert network[1][0].seen == (12 if always else 3)
+
+
+def test_layers_that_replace_a_buffer_whenever_they_run_are_noticed():
+    network = Network(nn.Linear(4, 4), Counting(True, in_place=False), nn.Linear(4, 4))
+    trainer = make(network, method="petra", stages=3)
+    with pytest.raises(LayerError, match=r"layer 1 \(Counting\) changes a buffer of its Counting"):
+        trainer.step(torch.randn(3, 4), torch.randint(4, (3,))), trainer.drain()
 
 
 def test_a_norm_shared_by_layers_keeps_its_statistics():

@@ -261,10 +261,14 @@ class Chain:
         if not self._stateful:
             yield
             return
-        held = [(m, b) for m in self._stateful for b in m._buffers.values() if b is not None and not b.is_inference()]
-        versions = [buffer._version for _, buffer in held]
+        held = [(m, name, b) for m in self._stateful for name, b in m._buffers.items() if b is not None]
+        versions = [_version(buffer) for _, _, buffer in held]
         yield
-        changed = {m for (m, buffer), version in zip(held, versions, strict=True) if buffer._version != version}
+        changed = {
+            module
+            for (module, name, buffer), version in zip(held, versions, strict=True)
+            if module._buffers.get(name) is not buffer or _version(buffer) != version
+        }
         for module in changed & self._changed:
             index, layer = next((i, x) for i, x in enumerate(self.layers, self.whole.first) if module in x.modules())
             raise LayerError(
@@ -313,7 +317,7 @@ def _unusual(dtype: torch.dtype) -> str:
 
 def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
     name = _name(key, part)
-    versions = [0 if x.is_inference() else x._version for x in streams]
+    versions = [_version(x) for x in streams]
     in_place = (
         f"{name} changes its input in place, but that input is needed again: begin it with an out-of-place "
         "operation (inplace=False), or make it one layer with the layer before it"
@@ -328,6 +332,11 @@ def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -
         why = next(iter(str(error).splitlines()), type(error).__name__)
         shapes = ", ".join(str(tuple(x.shape)) + _unusual(x.dtype) for x in streams)
         raise LayerError(f"{name} cannot take inputs of shape {shapes}: {why}") from error
-    if versions != [0 if x.is_inference() else x._version for x in streams]:
+    if versions != [_version(x) for x in streams]:
         raise LayerError(in_place)
     return outputs
+
+
+def _version(x: Tensor) -> int:
+    """Counts changes in place, where they are counted."""
+    return 0 if x.is_inference() else x._version
