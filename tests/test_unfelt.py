@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from petra import models
 from petra.models import unfelt
@@ -84,3 +85,35 @@ def test_two_graphs_at_a_time():
     graphs = [unfelt.normalised(conv, norm, torch.randn(4, 2, 3, 3)).square().sum() for _ in range(2)]
     for outputs in graphs:
         outputs.backward()
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
+
+
+class Frozen(nn.BatchNorm2d):
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(("conv", "norm"), [(Standardised, nn.BatchNorm2d), (nn.Conv2d, Frozen)])
+def test_classes_that_do_something_else_are_called(conv, norm):
+    torch.manual_seed(0)
+    layers = unfelt.ConvNorm(conv(3, 4, 3), norm(4))
+    twin = nn.Sequential(*copy.deepcopy(layers))
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(layers(x), twin(x))
+    torch.testing.assert_close(layers[1].running_mean, twin[1].running_mean)
+
+
+def test_hooks_of_convolutions_run():
+    torch.manual_seed(0)
+    layers = unfelt.ConvNorm(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    prune.random_unstructured(layers[0], "weight", 0.5)  # computes the weight before every call
+    seen = []
+    layers[0].register_forward_hook(lambda *_: seen.append(1))
+    for _ in range(2):
+        layers(torch.randn(2, 3, 5, 5)).square().sum().backward()
+    assert len(seen) == 2
+    assert layers[0].weight_orig.grad is not None

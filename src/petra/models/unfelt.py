@@ -55,10 +55,22 @@ def normalised(
     The running mean is that of before, with the bias, and so are weights in a checkpoint. The gradient of the bias is
     exactly zero, not zero up to rounding.
     """
-    if conv.bias is None or not isinstance(norm, nn.BatchNorm2d) or not norm.training or norm.momentum in (None, 1.0):
+    if conv.bias is None or not _is_unfelt(conv, norm):
         return norm_relu(norm, conv(x), relu, added=added)
     weight = _Unfelt.apply(conv.weight, conv.bias)  # type: ignore[no-untyped-call]
     return norm_relu(norm, conv._conv_forward(x, weight, None), relu, conv.bias, added)
+
+
+def _is_unfelt(conv: nn.Module, norm: nn.Module) -> bool:
+    """Whether the norm takes the bias away, and nobody looks in between or computes the weights anew at every call."""
+    return (
+        type(conv) is nn.Conv2d  # not ones that do something else
+        and type(norm) is nn.BatchNorm2d
+        and norm.training
+        and norm.momentum not in (None, 1.0)
+        and not hooked(conv)
+        and not hooked(norm)
+    )
 
 
 class _Unfelt(torch.autograd.Function):
