@@ -10,7 +10,7 @@ from networks import residual
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from petra import Network, ReversibleBlock, ReversibleResidual, models, pareprop, plain_autograd
+from petra import Additive, Affine, Network, ReversibleBlock, ReversibleResidual, models, pareprop, plain_autograd
 
 
 def network(depth=3, width=4, dropout=0.2):
@@ -316,16 +316,19 @@ def test_functions_with_a_state_of_their_own_are_noticed():
         y[0].sum().backward()
 
 
-def test_complex_streams():
+@pytest.mark.parametrize("coupling", [Additive, Affine])
+def test_complex_streams(coupling):
     class Turn(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
 
         def forward(self, x):
-            return x @ self.weight
+            y = x @ self.weight
+            return y if coupling is Additive else (torch.tanh(y), y)
 
-    net = Network(*(ReversibleResidual(Turn()) for _ in range(3)))
+    torch.manual_seed(0)
+    net = Network(*(ReversibleResidual(Turn(), coupling) for _ in range(3)))
     x = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
     found = []
     for plain in (False, True):

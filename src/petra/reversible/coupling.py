@@ -206,8 +206,8 @@ class Affine(TwoStream):
     def _through(
         self, target: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor
     ) -> tuple[Tensor, Streams, Gradients]:
-        through = gradient * found[0].to(target.dtype).exp()
-        return through, found, (through * target, gradient)
+        through = gradient * found[0].to(target.dtype).exp().conj()  # of itself, unless it is complex
+        return through, found, (through * target.conj(), gradient)
 
     def _check(self, found: Any, target: Tensor) -> None:
         if not isinstance(found, tuple) or len(found) != 2:
