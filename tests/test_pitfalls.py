@@ -9,6 +9,7 @@ import torch.distributed as dist
 from networks import residual
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from petra import Additive, Affine, Network, ReversibleBlock, ReversibleResidual, models, pareprop, plain_autograd
 
@@ -371,3 +372,18 @@ def test_cast_weights_do_not_pile_up_in_a_deep_run():
         assert torch.is_autocast_cache_enabled()
     torch.autograd.grad(sum(y).sum(), x)
     assert kept == [(True, False)] * 6
+
+
+def test_parametrizations_that_are_cached_get_gradients():
+    torch.manual_seed(0)
+    net = Network(*(ReversibleResidual(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))) for _ in range(2)))
+    net = net.double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    found = []
+    for way in (plain_autograd(), nullcontext()):
+        net.zero_grad()
+        with way, parametrize.cached():
+            y = net(x, x)
+            (y[0].sin() + y[1]).sum().backward()
+        found.append({name: p.grad for name, p in net.named_parameters()})
+    assert_same(*found)

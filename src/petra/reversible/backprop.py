@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from petra.reversible.arguments import Keywords
 from petra.reversible.capture import Captures
 from petra.reversible.coupling import Coupling
-from petra.reversible.gradients import trainable, without_hooks
+from petra.reversible.gradients import trainable, uncached_parametrizations, without_hooks
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.randomness import forked, random_state, restore_random_state
 from petra.reversible.statistics import frozen_statistics, in_modes, modes, normalisations
@@ -114,7 +114,7 @@ class _Run(torch.autograd.Function):
         ctx.modes = modes(job.modules)
         streams = tensors[: job.width]
         ctx.random = []
-        with autocasting(ctx.device, ctx.autocast):
+        with autocasting(ctx.device, ctx.autocast), uncached_parametrizations():
             for coupling in job.couplings:
                 ctx.random.append(random_state(ctx.device))
                 streams = coupling.forward(streams)
@@ -143,6 +143,7 @@ class _Run(torch.autograd.Function):
             in_modes(ctx.modes),
             frozen_statistics(normalisations(job.modules)),
             without_hooks(job.parameters),
+            uncached_parametrizations(),
         ):
             _, into_inputs, into_parameters = unwind(
                 job.couplings,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from petra.reversible.modules import submodules
 from petra.reversible.streams import Gradients, Streams
@@ -51,6 +52,20 @@ def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for hooks, own in zip(dicts, kept, strict=True):
             hooks.update(own)
+
+
+@contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """Inside, parametrized weights are computed whenever they are read.
+
+    Those that ``torch.nn.utils.parametrize.cached`` keeps from an evaluation without a graph would have no gradient.
+    """
+    enabled = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = enabled
 
 
 def saved_tensors(outputs: Streams) -> list[Tensor]:
