@@ -311,6 +311,15 @@ def test_keyword_arguments_reach_layers_of_ones_own():
     compare(network, pair(3, 4), wanted=(mask,), mask=mask, scale=0.7)
 
 
+def test_keyword_arguments_reach_networks_inside_a_network():
+    inner = Network(Network(), ReversibleBlock(Masked(4), Masked(4)))
+    for network in (Network(ReversibleBlock(Masked(4), Masked(4)), inner), Network(inner)):
+        x = pair(3, 4)
+        y = network.double()(*x, mask=torch.zeros(3, 1, dtype=torch.float64))
+        assert torch.equal(y[0], x[0])
+        assert torch.equal(y[1], x[1])
+
+
 def test_arguments_by_name_that_nothing_takes_are_refused():
     with pytest.raises(ValueError, match="mask, scale given by name, but only functions of reversible layers"):
         Network(nn.Identity())(torch.ones(2), mask=None, scale=1)

@@ -22,7 +22,7 @@ class Network(nn.Sequential):
     An ``nn.Sequential`` whose layers may take and give several tensors. Each run of reversible layers
     is one node of the autograd graph that stores only its last output, so ``loss.backward()`` gives
     exact gradients with memory that does not grow with the number of reversible layers. Keyword arguments reach
-    the residual functions of all reversible layers.
+    the residual functions of all reversible layers, also in networks that are layers of this one.
     """
 
     captures: Captures | None = None
@@ -64,7 +64,7 @@ class Network(nn.Sequential):
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | Streams:
         streams = as_streams(inputs)
-        if named and not any(isinstance(layer, ReversibleLayer) for layer in self):
+        if named and not self._takes_names():
             raise ValueError(
                 f"{', '.join(named)} given by name, but only functions of reversible layers take arguments so, and "
                 "there are none: pass them on as streams, from layer to layer"
@@ -74,8 +74,13 @@ class Network(nn.Sequential):
                 streams = reversible_run(cast(list[ReversibleLayer], layers), streams, self.captures, **named)
             else:
                 for layer in layers:
-                    streams = as_streams(layer(*streams))
+                    inner = named if isinstance(layer, Network) and layer._takes_names() else {}
+                    streams = as_streams(layer(*streams, **inner))
         return single(streams)
+
+    def _takes_names(self) -> bool:
+        """Whether there are reversible layers in it, or in networks inside it."""
+        return any(isinstance(x, ReversibleLayer) or (isinstance(x, Network) and x._takes_names()) for x in self)
 
 
 def runs(layers: Iterable[nn.Module]) -> Iterator[tuple[bool, list[nn.Module]]]:
