@@ -382,3 +382,9 @@ def test_report():
     assert "computes what it did" in str(one)
     assert petra.conversion_report(nn.Linear(2, 2)).runs == ()
     assert "reversible: 0, 1, 2" in repr(converted)
+
+
+def test_counting_blocks_says_that_there_are_fewer():
+    rev = make_reversible(torch_encoder(3, norm_first=True))
+    with pytest.raises(IndexError, match="3 blocks that were made reversible are called as 1 now"):
+        rev.layers[1]

@@ -51,7 +51,13 @@ class ReversibleBlocks(nn.Module):
     def __getitem__(self, index: slice) -> tuple[Member, ...]: ...
 
     def __getitem__(self, index: int | slice) -> Member | tuple[Member, ...]:
-        return self.members[index]
+        try:
+            return self.members[index]
+        except IndexError:
+            raise IndexError(
+                f"there is no member {index}: {len(self._modules)} blocks that were made reversible are called as "
+                f"{len(self.members)} now, so let the network loop over them instead of counting them"
+            ) from None
 
     def extra_repr(self) -> str:
         return "\n".join(f"reversible: {', '.join(run.names)}" for run in self.runs)
