@@ -301,6 +301,13 @@ def test_parquet_without_metadata_and_grey(tmp_path: Path, columns: str, test_na
     assert np.array_equal(data.train_images, np.stack(pictures[:2])[:, None])
 
 
+def test_parquet_with_classes_that_are_true_or_false(tmp_path: Path) -> None:
+    table = pa.table({"img": [png(picture(0)), png(picture(1))], "label": [True, False]})
+    for name in ("train", "test"):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    assert load(str(tmp_path)).train_labels.tolist() == [1, 0]
+
+
 def test_one_coloured_image_makes_all_rgb(tmp_path: Path) -> None:
     grey, coloured = picture(0, (8, 8)), picture(1, (8, 8, 3))
     write_parquet(tmp_path / "train.parquet", [grey], [0])
@@ -342,7 +349,10 @@ def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
     with refused(test, "no label column", "species"):
         load(str(tmp_path))
     pq.write_table(pa.table({"label": [1], "img": ["a"]}), test)
-    with refused(test, "no image column"):
+    with refused(test, "no image column", "nor a text column", "or sentence or text"):
+        load(str(tmp_path))
+    pq.write_table(pa.table({"label": ["cat"], "img": [png(one)]}), test)
+    with refused(test, "column label of string", "whole numbers"):
         load(str(tmp_path))
     broken = {"label": [0], "img": pa.array([b"\x89PNG broken"], pa.binary())}
     pq.write_table(pa.table(broken), test)
@@ -377,13 +387,15 @@ def test_image_folder(tmp_path: Path, test_name: str) -> None:
     write_image(folder / test_name / "dog/x.png", picture(3))
     write_image(folder / test_name / "cat/x.webp", picture(4))
     write_image(folder / test_name / "cat/y.jpg", picture(5))
+    write_image(folder / test_name / "dog/y.tif", picture(6))
+    (folder / "train/dog/._a.png").write_bytes(b"of another system")
     (folder / "train/dog/notes.txt").write_text("not an image")
     (folder / "train/.cache").mkdir()
     data = load(str(folder))
     assert (data.name, data.num_classes, data.class_names) == ("pets", 2, ("cat", "dog"))
     assert (data.input_shape, data.crop_padding, data.flip) == ((3, 16, 8), 2, True)
     assert data.train_labels.tolist() == [0, 1, 1]
-    assert data.test_labels.tolist() == [0, 0, 1]
+    assert data.test_labels.tolist() == [0, 0, 1, 1]
     assert np.array_equal(data.train_images, as_nchw([picture(0), picture(1), picture(2)]))
     assert np.array_equal(data.test_images[2], picture(3).transpose(2, 0, 1))
 

@@ -324,6 +324,13 @@ def test_sentence_files_that_make_no_sense_are_named(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
+def test_parquet_whose_texts_are_categories(tmp_path: Path) -> None:
+    table = pa.table({"text": pa.array(["a fine film", "dull"]).dictionary_encode(), "label": [1, 0]})
+    for name in ("train", "test"):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    assert load(str(tmp_path)).train_labels.tolist() == [1, 0]
+
+
 def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
     train, test = tmp_path / "train.parquet", tmp_path / "test.parquet"
     write_parquet(train, ROWS)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 LABEL_NAMES = ("label", "fine_label", "labels")
+TEXT_NAMES = ("sentence", "text", "review", "content")
 
 
 def read_schema(path: Path) -> Any:

@@ -9,7 +9,7 @@ from petra.training.data.decode import Source, decode
 from petra.training.data.images import ImageData, assemble
 
 _TEST_NAMES = ("test", "val", "valid", "validation")
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 def read_folder(folder: Path) -> ImageData | None:
@@ -46,7 +46,8 @@ def _list_images(split: Path, classes: list[str]) -> tuple[list[Source], Tensor]
     sources: list[Source] = []
     labels = []
     for label, name in enumerate(classes):
-        files = sorted(file for file in (split / name).iterdir() if file.suffix.lower() in _SUFFIXES)
+        visible = (file for file in (split / name).iterdir() if not file.name.startswith("."))
+        files = sorted(file for file in visible if file.suffix.lower() in _SUFFIXES)
         if not files and split.name == "train":
             raise ValueError(f"{split / name} holds no images: put {', '.join(_SUFFIXES)} files there, or remove it")
         sources += [(str(file), file) for file in files]

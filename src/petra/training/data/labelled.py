@@ -7,6 +7,7 @@ from typing import Any
 
 from petra.training.data.columns import (
     LABEL_NAMES,
+    TEXT_NAMES,
     agreed_names,
     byte_columns,
     class_names,
@@ -16,7 +17,6 @@ from petra.training.data.columns import (
 )
 from petra.training.data.text import decode_utf8
 
-_TEXT_NAMES = ("sentence", "text", "review", "content")
 _TEST_NAMES = ("test", "dev", "valid", "validation", "val")
 
 
@@ -76,13 +76,13 @@ def _read_tsv(path: Path) -> Labelled:
     if not lines:
         raise ValueError(f"{path} is empty: give lines of text, a tab and a label")
     header = lines[0].lower().split("\t")
-    text = next((header.index(name) for name in _TEXT_NAMES if name in header), None)
+    text = next((header.index(name) for name in TEXT_NAMES if name in header), None)
     label = next((header.index(name) for name in LABEL_NAMES if name in header), None)
     if text is None:
         if label is not None or len(header) != 2:
             raise ValueError(
                 f"{path} has no text column among {[name[:30] for name in header]}: "
-                f"name it {' or '.join(_TEXT_NAMES)} in the first line"
+                f"name it {' or '.join(TEXT_NAMES)} in the first line"
             )
         text, label, first = 0, 1, 0
     else:
@@ -103,7 +103,7 @@ def _read_tsv(path: Path) -> Labelled:
 
 def _read_parquet(path: Path) -> Labelled:
     schema = read_schema(path)
-    text = pick(path, "text", _TEXT_NAMES, _text_columns(schema), schema)
+    text = pick(path, "text", TEXT_NAMES, _text_columns(schema), schema)
     label = next((name for name in LABEL_NAMES if name in schema.names), None)
     table = read_table(path, [text] if label is None else [text, label])
     texts = table.column(text).to_pylist()
@@ -139,5 +139,9 @@ def _whole(text: str, where: str) -> int:
 def _text_columns(schema: Any) -> list[str]:
     from pyarrow import types
 
-    strings = [field.name for field in schema if types.is_string(field.type) or types.is_large_string(field.type)]
-    return [name for name in _TEXT_NAMES if name in strings]
+    def holds_text(kind: Any) -> bool:
+        kind = kind.value_type if types.is_dictionary(kind) else kind  # how categories are written
+        return bool(types.is_string(kind) or types.is_large_string(kind))
+
+    strings = [field.name for field in schema if holds_text(field.type)]
+    return [name for name in TEXT_NAMES if name in strings]

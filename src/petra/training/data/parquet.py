@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from petra.training.data.columns import (
     LABEL_NAMES,
+    TEXT_NAMES,
     agreed_names,
     byte_columns,
     class_names,
@@ -68,7 +69,7 @@ def _read_all(paths: list[Path]) -> _Part:
 
 def _read_file(path: Path) -> _Part:
     schema = read_schema(path)
-    image, label = pick(path, "image", _IMAGE_NAMES, byte_columns(schema), schema), _label_column(path, schema)
+    image, label = _image_column(path, schema), _label_column(path, schema)
     table = read_table(path, [image, label])
     encoded = [row["bytes"] if isinstance(row, dict) else row for row in table.column(image).to_pylist()]
     if None in encoded:
@@ -80,8 +81,22 @@ def _read_file(path: Path) -> _Part:
     return _Part(sources, labels.to_numpy().astype(np.int64), class_names(schema, label))
 
 
+def _image_column(path: Path, schema: Any) -> str:
+    found = byte_columns(schema)
+    if not found:
+        raise ValueError(
+            f"{path} has no image column among {schema.names}, nor a text column: name it "
+            f"{' or '.join(_IMAGE_NAMES)} and let it hold encoded images, or {' or '.join(TEXT_NAMES)}"
+        )
+    return pick(path, "image", _IMAGE_NAMES, found, schema)
+
+
 def _label_column(path: Path, schema: Any) -> str:
     from pyarrow import types
 
-    integers = [field.name for field in schema if types.is_integer(field.type)]
-    return pick(path, "label", LABEL_NAMES, [name for name in integers if name in LABEL_NAMES], schema)
+    kinds = {field.name: field.type for field in schema if field.name in LABEL_NAMES}
+    whole = [name for name, kind in kinds.items() if types.is_integer(kind) or types.is_boolean(kind)]
+    if kinds and not whole:
+        name, kind = next(iter(kinds.items()))
+        raise ValueError(f"{path} has a column {name} of {kind}: number the classes by whole numbers from 0")
+    return pick(path, "label", LABEL_NAMES, whole, schema)

@@ -17,7 +17,7 @@ _SENTENCES = "texts with labels: train.tsv and test.tsv (or dev.tsv), or parquet
 _IMAGE_FOLDERS: tuple[tuple[Callable[[Path], ImageData | None], str], ...] = (
     (read_cifar, "CIFAR-10 or CIFAR-100 as published, Python or binary version"),
     (read_parquet, "Hugging Face parquet: train*.parquet and test*.parquet, here or in data/"),
-    (read_folder, "image files: train/<class>/*.png and test/<class>/*.png (or jpg, bmp, webp)"),
+    (read_folder, "image files: train/<class>/*.png and test/<class>/*.png (or jpg, bmp, webp, gif, tiff, ppm)"),
 )
 
 
