@@ -1,6 +1,7 @@
 """Figures of runs: `petra compare --plot` and `petra plot`."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 from test_cli import SMALL
@@ -54,3 +55,12 @@ def test_figures_need_matplotlib_and_runs(compared, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(run_figure, "find_spec", lambda name: True)
     assert main(["plot", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_a_single_epoch_can_be_seen():
+    """A line through one point would be empty."""
+    drawn = Mock()
+    for count in (1, 2):
+        records = [{"epoch": epoch, "test_loss": 0.5} for epoch in range(count)]
+        run_figure._over(drawn, [run_figure.Curves("a", records)], "epoch", ("test_loss",), "loss")
+    assert [call.kwargs.get("marker") for call in drawn.plot.call_args_list] == ["o", None]

@@ -50,7 +50,8 @@ def _over_updates(axis: Any, rows: Sequence[Row], stages: Sequence[int], name: s
             if key is not None:
                 points = [(row["update"], row[key]) for row in own if row[key] is not None]
                 updates, values = [x for x, _ in points], [float(y) for _, y in points if y is not None]
-                axis.plot(updates, rolling(values), line, color=colour, label=stage if line == "-" else None)
+                look = {"color": colour, "marker": marker(points)}
+                axis.plot(updates, rolling(values), line, label=stage if line == "-" else None, **look)
     axis.axhline(1.0, color="grey", linewidth=0.5)
     axis.set(xlabel="update", title=of if other is None else f"{of} (dashed: of the delayed one)")
 
@@ -76,3 +77,8 @@ def rolling(values: Sequence[float]) -> list[float]:
     window = max(1, len(values) // 20)
     parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
+
+
+def marker(points: Sequence[object]) -> str | None:
+    """What shows a line of these points: one alone has no length."""
+    return "o" if len(points) == 1 else None

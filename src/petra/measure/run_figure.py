@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from petra.measure.likeness import Row
-from petra.measure.likeness_figure import rolling
+from petra.measure.likeness_figure import marker, rolling
 
 Record = Mapping[str, Any]
 """What a run notes after an epoch."""
@@ -65,7 +65,8 @@ def _over(axis: Any, runs: Sequence[Curves], over: str, names: Sequence[str], of
         for name, line in zip(names, ("-", "--"), strict=False):
             points = [(r[over], r[name]) for r in run.records if r.get(over) is not None and r.get(name) is not None]
             label = run.name if line == "-" else None
-            axis.plot([x for x, _ in points], [y for _, y in points], line, color=f"C{i}", label=label)
+            look = {"color": f"C{i}", "marker": marker(points)}
+            axis.plot([x for x, _ in points], [y for _, y in points], line, label=label, **look)
     axis.set(xlabel=over, title=of)
 
 
@@ -77,7 +78,7 @@ def _sigma(axis: Any, run: Curves) -> None:
         own = [row for row in run.fidelity if row["stage"] == stage and row["sigma"] is not None]
         values = rolling([float(sigma) for row in own if (sigma := row["sigma"]) is not None])
         colour = colormaps["viridis"](i / max(len(stages) - 1, 1))
-        axis.plot([row["epoch"] for row in own], values, color=colour, label=stage)
+        axis.plot([row["epoch"] for row in own], values, color=colour, label=stage, marker=marker(own))
     axis.axhline(0.0, color="black", linewidth=0.5)
     axis.axhline(1.0, color="grey", linewidth=0.5)
     axis.set(xlabel="epoch", title=f"σ, {run.name}")
