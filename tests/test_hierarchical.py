@@ -514,6 +514,7 @@ def test_what_is_saved_are_parameters_alone(family):
         ("rev-swin-t", {"width": 100}, "100 channels, which 3 heads cannot share"),
         ("rev-swin-t", {"image_size": 30}, "not a multiple of patch 4"),
         ("rev-swin-t", {"window": 0}, "window is 0"),
+        ("rev-swin-t", {"image_size": (32, 16)}, r"image_size is \(32, 16\): give 1 or more, one whole number"),
         ("rev-swin-t", {"dropout": 1.0}, "dropout is 1.0"),
         ("swin-t", {"fuse": "sum"}, "fuse is 'sum': choose one of mean, linear, mlp"),
         ("rev-mvit-s", {"widen": "both"}, "widen is 'both'"),

@@ -322,6 +322,7 @@ def test_functions_compile_without_graph_breaks(causal):
     [
         ("rev-vit-s", {"depth": 0}, "depth is 0"),
         ("rev-vit-s", {"num_classes": 0}, "num_classes is 0"),
+        ("rev-vit-s", {"image_size": (32, 16)}, r"image_size is \(32, 16\): give 1 or more, one whole number"),
         ("rev-vit-s", {"heads": 7}, "width 384 is not a multiple of heads 7"),
         ("rev-vit-s", {"image_size": 32, "patch": 5}, "image_size 32 is not a multiple of patch 5"),
         ("rev-vit-s", {"mlp_ratio": 0}, "mlp_ratio 0"),

@@ -8,9 +8,9 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from petra.models.parts import mean
+from petra.models.parts import check_sizes, mean
 from petra.models.registry import register
-from petra.models.transformer import blocks, check_length, check_sizes, initialise
+from petra.models.transformer import blocks, check_length, initialise
 from petra.reversible import Network
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from petra.models.parts import DropPath, check_rates, draw, mean
+from petra.models.parts import DropPath, check_rates, check_sizes, draw, mean
 
 FuseKind = Literal["mean", "linear", "mlp"]
 
@@ -118,10 +118,7 @@ def check_hierarchy(
     fuse: str,
 ) -> None:
     """Refuse sizes that make no network."""
-    sizes = {"width": width, "image_size": image_size, "patch": patch, "num_classes": num_classes}
-    for name, size in (sizes | {"in_channels": in_channels}).items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}: give 1 or more")
+    check_sizes(width=width, image_size=image_size, patch=patch, num_classes=num_classes, in_channels=in_channels)
     if not depths or min(depths) < 1:
         raise ValueError(f"depths is {depths}: give the number of blocks of each group, all 1 or more")
     if len(heads) != len(depths):

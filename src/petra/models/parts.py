@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor, nn
 
@@ -62,3 +64,10 @@ def check_rates(**rates: float) -> None:
     for name, rate in rates.items():
         if not 0 <= rate < 1:
             raise ValueError(f"{name} is {rate}: give a rate from 0 to less than 1")
+
+
+def check_sizes(**sizes: int) -> None:
+    """Refuse sizes that make no network."""
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or size < 1:
+            raise ValueError(f"{name} is {size}: give 1 or more, one whole number")

@@ -14,9 +14,9 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from petra.models.parts import mean
+from petra.models.parts import check_sizes, mean
 from petra.models.registry import register
-from petra.models.transformer import blocks, check_length, check_sizes, initialise
+from petra.models.transformer import blocks, check_length, initialise
 from petra.reversible import Network
 
 

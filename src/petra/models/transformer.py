@@ -12,7 +12,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 
 from petra.models.attention import MLP, Attention
-from petra.models.parts import PlainBlock, check_rates, draw, drop_path_rates
+from petra.models.parts import PlainBlock, check_rates, check_sizes, draw, drop_path_rates
 from petra.reversible import ReversibleBlock
 
 
@@ -59,13 +59,6 @@ def initialise(network: nn.Module, residual_scale: float = 1.0) -> None:
                 draw(module.out.weight, 0.02 * residual_scale)
             elif isinstance(module, MLP):
                 draw(module.down.weight, 0.02 * residual_scale)
-
-
-def check_sizes(**sizes: int) -> None:
-    """Refuse sizes that make no network."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}: give 1 or more")
 
 
 def check_length(tokens: Tensor, length: int) -> None:

@@ -7,9 +7,9 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from petra.models.parts import draw, mean
+from petra.models.parts import check_sizes, draw, mean
 from petra.models.registry import register
-from petra.models.transformer import blocks, check_sizes, initialise
+from petra.models.transformer import blocks, initialise
 from petra.reversible import Network
 
 
