@@ -165,6 +165,14 @@ def test_cifar100_python(tmp_path: Path, child: str, protocol: int) -> None:
     check_cifar(load(str(tmp_path)), "cifar100", 100, 1)
 
 
+def test_two_cifars_in_one_folder_are_told_apart(tmp_path: Path) -> None:
+    write_cifar10(tmp_path / "cifar-10-batches-py")
+    (tmp_path / "cifar-100-python").mkdir()
+    (tmp_path / "cifar-100-python" / "train").touch()
+    with refused("more than one data set", tmp_path / "cifar-10-batches-py", tmp_path / "cifar-100-python"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize("child", [".", "cifar-100-binary"])
 def test_cifar100_binary(tmp_path: Path, child: str) -> None:
     (tmp_path / child).mkdir(exist_ok=True)
@@ -324,6 +332,19 @@ def test_more_images_than_one_task_decodes_keep_their_order(tmp_path: Path) -> N
     assert load(str(tmp_path)).train_images[:, 0, 0, 0].tolist() == [i % 251 for i in range(700)]
 
 
+@pytest.mark.parametrize("unlabelled", [-1, None])
+def test_parquet_in_a_folder_of_the_hub_with_a_test_split_without_labels(tmp_path: Path, unlabelled: int) -> None:
+    root = tmp_path / "plain_text"
+    for name, labels in (("train", [1]), ("validation", [1, 0]), ("test", [unlabelled])):
+        write_parquet(root / f"{name}-00000-of-00001.parquet", [picture(0)] * len(labels), labels)
+    data = load(str(tmp_path))
+    assert isinstance(data, ImageData)
+    assert len(data.test_images) == 2
+    write_parquet(tmp_path / "other" / "train.parquet", [picture(0)], [0])
+    with refused("more than one data set", root, tmp_path / "other"):
+        load(str(tmp_path))
+
+
 def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
     train, test = tmp_path / "train.parquet", tmp_path / "test.parquet"
     one, tall = picture(0), picture(0, (20, 8, 3))
@@ -333,11 +354,14 @@ def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
     write_parquet(test, [one, tall], [0, 0])
     with refused(f"{test} row 1 is 8x20", "8x16", "resize"):
         load(str(tmp_path))
-    write_parquet(test, [one], [-1])
+    write_parquet(test, [one, one], [0, -1])
     with refused("test", "label -1"):
         load(str(tmp_path))
-    write_parquet(test, [one], [None])
-    with refused(test, "empty label"):
+    write_parquet(test, [one, one], [0, None])
+    with refused(test, "1 empty label"):
+        load(str(tmp_path))
+    write_parquet(test, [one], [-1])
+    with refused("no test*.parquet or validation*.parquet with labels"):
         load(str(tmp_path))
     write_parquet(test, [one, None], [0, 0])
     with refused(test, "row 1", "no image bytes"):

@@ -63,11 +63,17 @@ _LAYOUTS = (
 
 def read_cifar(folder: Path) -> ImageData | None:
     """The data set in this folder or in the child its archive unpacks to; None when there is none."""
-    for root in (folder, *(folder / layout.child for layout in _LAYOUTS)):
-        for layout in _LAYOUTS:
-            if any((root / name).is_file() for name in (*layout.train, layout.test)):
-                return _read_layout(root, layout)
-    return None
+    found = [
+        (root, layout)
+        for root in (folder, *(folder / layout.child for layout in _LAYOUTS))
+        for layout in _LAYOUTS
+        if any((root / name).is_file() for name in (*layout.train, layout.test))
+    ]
+    if len({layout.name for _, layout in found}) > 1:
+        raise ValueError(
+            f"{folder} holds more than one data set: give one of {', '.join(str(root) for root, _ in found)}"
+        )
+    return _read_layout(*found[0]) if found else None
 
 
 def _read_layout(root: Path, layout: _Layout) -> ImageData:

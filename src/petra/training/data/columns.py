@@ -9,6 +9,17 @@ LABEL_NAMES = ("label", "fine_label", "labels")
 TEXT_NAMES = ("sentence", "text", "review", "content")
 
 
+def find_parquet(folder: Path) -> Path | None:
+    """Where ``train*.parquet`` lies: here, in data/, or in the only folder below, as on the Hugging Face hub."""
+    below = sorted(child for child in folder.iterdir() if child.is_dir() and any(child.glob("train*.parquet")))
+    if any(folder.glob("train*.parquet")):
+        return folder
+    if len(below) > 1 and folder / "data" not in below:
+        names = ", ".join(str(child) for child in below)
+        raise ValueError(f"{folder} holds more than one data set: give one of {names}")
+    return next((child for child in below if child.name == "data"), below[0] if below else None)
+
+
 def read_schema(path: Path) -> Any:
     """Names and types of the columns."""
     return _read(path, lambda parquet: parquet.read_schema(path))

@@ -11,6 +11,7 @@ from petra.training.data.columns import (
     agreed_names,
     byte_columns,
     class_names,
+    find_parquet,
     pick,
     read_schema,
     read_table,
@@ -32,14 +33,14 @@ class Labelled:
 def read_labelled(folder: Path) -> tuple[Labelled, Labelled] | None:
     """Training and test split of a folder; None when it holds no texts.
 
-    They are ``train.tsv`` and ``test.tsv``, or parquet files ``train*`` and ``test*``, here or in ``data/``. Where the
+    They are ``train.tsv`` and ``test.tsv``, or parquet files ``train*`` and ``test*`` (see `find_parquet`). Where the
     test split is missing or has no labels, ``dev``, ``valid``, ``validation`` or ``val`` takes its place.
     """
     if (folder / "train.tsv").is_file():
         return _both(folder, "{}.tsv", _read_tsv)
-    for root in (folder, folder / "data"):
-        train = sorted(root.glob("train*.parquet"))
-        if train and _text_columns(schema := read_schema(train[0])) and not byte_columns(schema):
+    if (root := find_parquet(folder)) is not None:
+        schema = read_schema(min(root.glob("train*.parquet")))
+        if _text_columns(schema) and not byte_columns(schema):
             return _both(root, "{}*.parquet", _read_parquet)
     return None
 

@@ -14,6 +14,7 @@ from petra.training.data.columns import (
     agreed_names,
     byte_columns,
     class_names,
+    find_parquet,
     pick,
     read_schema,
     read_table,
@@ -21,6 +22,8 @@ from petra.training.data.columns import (
 from petra.training.data.decode import Source, decode
 from petra.training.data.images import ImageData, assemble
 
+UNLABELLED = -1
+"""How a missing label is often written."""
 _IMAGE_NAMES = ("img", "image", "images", "picture")
 
 
@@ -32,14 +35,16 @@ class _Part:
 
 
 def read_parquet(folder: Path) -> ImageData | None:
-    """The data set in train*.parquet and test*.parquet (or val*) here or in data/; None without the first."""
-    for root in (folder, folder / "data"):
-        if train := sorted(root.glob("train*.parquet")):
-            test = sorted(root.glob("test*.parquet")) or sorted(root.glob("val*.parquet"))
-            if not test:
-                raise ValueError(f"{root} has train*.parquet but no test*.parquet or validation*.parquet: add one")
-            return _assemble(folder, _read_all(train), _read_all(test))
-    return None
+    """The data set in train*.parquet and test*.parquet (or val*, if that has no labels); None without the first."""
+    if (root := find_parquet(folder)) is None:
+        return None
+    train = _read_all(sorted(root.glob("train*.parquet")))
+    for name in ("test", "val"):
+        if paths := sorted(root.glob(f"{name}*.parquet")):
+            test = _read_all(paths)
+            if not len(test.labels) or (test.labels != UNLABELLED).any():
+                return _assemble(folder, train, test)
+    raise ValueError(f"{root} has train*.parquet but no test*.parquet or validation*.parquet with labels: add one")
 
 
 def _assemble(folder: Path, train: _Part, test: _Part) -> ImageData:
@@ -75,7 +80,9 @@ def _read_file(path: Path) -> _Part:
     if None in encoded:
         raise ValueError(f"{path} row {encoded.index(None)} holds no image bytes: embed the images in the file")
     labels = table.column(label)
-    if labels.null_count:
+    if labels.null_count == len(labels):
+        labels = labels.fill_null(UNLABELLED)
+    elif labels.null_count:
         raise ValueError(f"{path} has {labels.null_count} empty labels: use a labelled split")
     sources: list[Source] = [(f"{path} row {i}", content) for i, content in enumerate(encoded)]
     return _Part(sources, labels.to_numpy().astype(np.int64), class_names(schema, label))

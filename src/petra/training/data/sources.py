@@ -16,7 +16,7 @@ from petra.training.data.text import read_text
 _SENTENCES = "texts with labels: train.tsv and test.tsv (or dev.tsv), or parquet, with columns sentence and label"
 _IMAGE_FOLDERS: tuple[tuple[Callable[[Path], ImageData | None], str], ...] = (
     (read_cifar, "CIFAR-10 or CIFAR-100 as published, Python or binary version"),
-    (read_parquet, "Hugging Face parquet: train*.parquet and test*.parquet, here or in data/"),
+    (read_parquet, "Hugging Face parquet: train*.parquet and test*.parquet, here or in a folder below"),
     (read_folder, "image files: train/<class>/*.png and test/<class>/*.png (or jpg, bmp, webp, gif, tiff, ppm)"),
 )
 
