@@ -2,7 +2,6 @@
 
 import gc
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -131,11 +131,7 @@ def restartable(folder):
 
 def start_child(folder):
     """The command in a process of its own, which does not have to import everything anew."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["petra.cli.main", "sklearn.datasets", "torch._dynamo"])
-    process = context.Process(target=main, args=(restartable(folder),))
-    process.start()
-    return process
+    return forked.start(main, restartable(folder))
 
 
 def run_in_child(folder):

@@ -1,7 +1,6 @@
 """Jobs of several processes from the command line: they agree with one process, and none of them dies unnoticed."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from petra.cli.main import main
 from petra.execution import job, watchdog
 
 SMALL = [
-    *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "digits", "--stages", "4"),
+    *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--stages", "4"),
+    *("--data", "synthetic:1x8x8:10:1437"),  # for which nothing has to be imported
     *("--batch-size", "64", "--epochs", "2", "--lr", "0.05", "--warmup-epochs", "1", "--threads", "1"),
     *("--device", "cpu", "--quiet", "--checkpoint-every", "2", "--timeout", "60"),
 ]
@@ -85,13 +86,8 @@ def start_ranks(logs, *arguments, fault=""):
 
 
 def start_two(target, arguments):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["petra.cli.main", "sklearn.datasets", "torch._dynamo"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [context.Process(target=target, args=(rank, store.port, *arguments(rank))) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    return ranks, store
+    return [forked.start(target, rank, store.port, *arguments(rank)) for rank in range(2)], store
 
 
 def become_rank(rank, port):
@@ -207,6 +203,17 @@ class TestLauncher:
         assert [process.returncode for process in started] == [-signal.SIGTERM] * (number + 1)
         assert capfd.readouterr().err == "petra: stopped before there was anything to keep\n"
 
+    def test_the_worst_exit_code_counts(self, monkeypatch, capfd):
+        codes = iter([1, 2, 0])
+
+        def start(command, **options):
+            return subprocess.Popen(["sh", "-c", f"exit {next(codes)}"], **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
+            assert launch.launch([], 3) == 2
+        assert capfd.readouterr().err == ""
+
     def test_the_others_have_time_to_say_why(self):
         assert watchdog.DOUBT + 2 * watchdog.GONE <= launch.PATIENCE
 
@@ -214,18 +221,17 @@ class TestLauncher:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run("--out", folder)
+    process = forked.start(main, [*SMALL, "--out", str(folder)])
+    process.join(LIMIT)
+    assert process.exitcode == 0
     return result(folder)
 
 
-def test_ranks_and_torchrun_end_with_the_weights_of_one_process(alone, tmp_path):
+def test_ranks_end_with_the_weights_of_one_process(alone, tmp_path):
     run("--ranks", 2, "--trace", 20, "--out", tmp_path / "two")
     assert result(tmp_path / "two") == alone
     events = json.loads((tmp_path / "two" / "trace.json").read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "petra")
-    run("--placement", "0,1,0,1", "--out", tmp_path / "torchrun", program=torchrun)
-    assert result(tmp_path / "torchrun") == alone
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
     assert summary["ranks"] == 2
     assert len(summary["memory_bytes"]) == 4
@@ -280,10 +286,11 @@ def test_a_killed_rank_ends_the_whole_job(tmp_path):
     ],
 )
 def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tmp_path):
-    if fault.startswith(("hang", "stop")):
-        code, error = end(start("--ranks", 2, "--timeout", 5, "--out", tmp_path / "run", fault=fault))
+    patience = ("--timeout", 5) if fault.startswith(("hang", "stop")) else ()
+    if fault.startswith("stop"):  # somebody has to end it
+        code, error = end(start("--ranks", 2, *patience, "--out", tmp_path / "run", fault=fault))
     else:
-        (code, _), error = together(tmp_path / "run", fault=fault)
+        (code, _), error = together(tmp_path / "run", *patience, fault=fault)
     assert code in (1, 2)
     assert re.search(says, error), error
     assert len([line for line in error.splitlines() if "error" in line]) == 1, error
@@ -296,7 +303,8 @@ def test_torchrun_starts_a_killed_job_anew_and_it_goes_on_exactly(alone, tmp_pat
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
         *("-m", "petra"),
     )
-    error = run("--overwrite", "--out", tmp_path / "run", fault="kill:1:17", program=torchrun)
+    options = ("--placement", "0,1,0,1", "--overwrite")
+    error = run(*options, "--out", tmp_path / "run", fault="kill:1:17", program=torchrun)
     assert "rank 1 is gone or stuck" in error
     assert result(tmp_path / "run") == alone
 
@@ -377,13 +385,13 @@ def test_bad_input_starts_nobody(arguments, says, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--ranks", 2, "--placement", "0,1"], "give the rank of each of the 4 stages"),
-        (["--ranks", 2, "--data", "nowhere"], "nowhere"),
+        (["--placement", "0,1"], "give the rank of each of the 4 stages"),
+        (["--data", "nowhere"], "nowhere"),
     ],
 )
 def test_bad_input_that_ranks_find_is_said_once(arguments, says, tmp_path):
-    code, error = end(start(*arguments, "--out", tmp_path / "run"))
-    assert code == 2
+    codes, error = together(tmp_path / "run", *arguments)
+    assert codes == [2, 2]
     check_said_once(error, says, tmp_path / "run")
 
 

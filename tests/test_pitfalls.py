@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -233,7 +234,8 @@ def _data_parallel(rank, folder):
 
 
 def test_data_parallel_wrappers(tmp_path):
-    torch.multiprocessing.spawn(_data_parallel, (str(tmp_path),), nprocs=2)
+    forked.context()
+    torch.multiprocessing.start_processes(_data_parallel, (str(tmp_path),), nprocs=2, start_method="forkserver")
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -3,14 +3,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from copy import deepcopy
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from hypothesis import given, settings
@@ -271,16 +271,16 @@ def test_ticks_on_paper():
 TINY = ["--model", "revnet18", "--width", "2", "--depths", "1,1", "--image", "1x8x8", "--batch-size", "2"]
 
 
-def test_the_command_plans_and_tries(tmp_path):
+def test_the_command_plans_and_tries(tmp_path, capfd):
     file = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "petra", "plan", *TINY, "--ranks", "2", "--ticks", "4", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "timing 4 layers on 2 ranks at once" in done.stderr
+    code = main(["plan", *TINY, "--ranks", "2", "--ticks", "4", "--json", str(file)])
+    printed, said = capfd.readouterr()
+    assert code == 0, said
+    assert "timing 4 layers on 2 ranks at once" in said
     result = json.loads(file.read_text())
     stages = result["plan"]["stages"]
     assert sum(stages) == 4
-    assert f"to train with: --method petra --ranks 2 --stages {','.join(map(str, stages))}" in done.stdout
+    assert f"to train with: --method petra --ranks 2 --stages {','.join(map(str, stages))}" in printed
     assert all(
         0 <= real - said <= 8 for said, real in zip(result["plan"]["memory"], result["measured"]["memory"], strict=True)
     )
@@ -305,7 +305,9 @@ class TestErrorsOfRanks:
         assert not (tmp_path / trial.ERROR).exists()
 
     def test_one_that_was_killed_is_named_whatever_the_others_say(self, tmp_path, monkeypatch):
+        forked.context()
         monkeypatch.setattr(trial, "_work", killed)
+        monkeypatch.setattr(trial, "spawn", partial(torch.multiprocessing.start_processes, start_method="forkserver"))
         with pytest.raises(RuntimeError, match="rank 1 was ended by SIGKILL"):
             trial.spawn_ranks(SimpleNamespace(ranks=2), tmp_path)
 
