@@ -27,8 +27,15 @@ class Recording(TorchDispatchMode):
             written = args[3:5]
         self.overwritten += [(x.detach(), x.detach().clone()) for x in tree_leaves(written) if x is not None]
         outputs = func(*args, **kwargs)
-        # Memory is remembered, not tensors, for a tensor may be given other memory later.
-        self.calls.append(tree_map_only(Tensor, Tensor.detach, (func, args, kwargs, outputs)))
+        returns = func._schema.returns
+        if not returns or any(r.alias_info is None or r.alias_info.is_write for r in returns):
+            # Else it is a view of memory that stays where it is.
+            made = (outputs,) if len(returns) == 1 else outputs or ()
+            new = [i for i, said in enumerate(returns) if said.alias_info is None]
+            made = [(i, tree_leaves(made[i])) for i in new]
+            # Memory is remembered, not tensors, for a tensor may be given other memory later.
+            call = tree_map_only(Tensor, Tensor.detach, (args, kwargs, made))
+            self.calls.append((func, len(returns) == 1, *call))
         return outputs
 
     @torch.no_grad()
@@ -38,18 +45,13 @@ class Recording(TorchDispatchMode):
 
     @torch.no_grad()
     def repeat(self):
-        for func, args, kwargs, outputs in self.calls:
-            returns = func._schema.returns
-            if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-                continue  # a view of memory that stays where it is
+        for func, single, args, kwargs, made in self.calls:
             again = func(*args, **kwargs)
-            if len(returns) == 1:
-                outputs, again = (outputs,), (again,)
-            for said, old, new in zip(returns, outputs or (), again or (), strict=True):
-                if said.alias_info is None:
-                    for a, b in zip(tree_leaves(old), tree_leaves(new), strict=True):
-                        if isinstance(a, Tensor):
-                            a.copy_(b)
+            for i, old in made:
+                new = again if single else again[i]
+                for a, b in zip(old, [new] if isinstance(new, Tensor) else tree_leaves(new), strict=True):
+                    if isinstance(a, Tensor):
+                        a.copy_(b)
 
 
 class ReplayRecorder:
