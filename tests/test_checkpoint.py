@@ -38,9 +38,10 @@ def test_a_run_continued_from_any_tick_ends_with_the_same_bits(tmp_path, method,
         straight.step(x, y)
     straight.drain()
     going = make(network, **options)
-    for cut in range(1, 14, 2):
-        for x, y in data[max(0, cut - 2) : cut]:
-            going.step(x, y)
+    for cut, (x, y) in enumerate(data[:13], 1):
+        going.step(x, y)
+        if cut % (2 if k > 1 else 4) != 1:  # where every tick updates, they are more alike
+            continue
         checkpoint.save(tmp_path / "c.pt", {"trainer": going.state_dict()})
         resumed = make(mixed_network(), **options)  # other weights, to be replaced
         resumed.load_state_dict(checkpoint.load(tmp_path / "c.pt")["trainer"])
