@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from petra import Trainer
 from petra.execution import ProcessTransport, partition
 
-TICKS = 24
+TICKS = 40
 
 
 def make_trainer(case, transport=None):
@@ -58,7 +58,7 @@ def run(case, transport=None, broken=False):
     for i, (x, y) in enumerate(batches(TICKS)):
         losses |= {f.microbatch: float(f.loss) for f in trainer.step(x, y)}
         ticks.append({stage.index: fingerprint(stage) for stage in trainer.stages})
-        if i == 12:
+        if i == 20:
             found = trainer.evaluate(batches(3, seed=5))
         if i == case.get("resume_after"):  # through a file, into another trainer
             buffer = io.BytesIO()

@@ -10,7 +10,7 @@ from reference import train_pipelined, train_sequential
 from petra import Trainer
 from petra.execution import partition
 
-TICKS = 26  # of which the deepest pipeline needs 8 to fill; the last group of 3 micro-batches is not whole
+TICKS = 50
 PIPELINED = ("petra", "petra-stashed", "checkpointed", "delayed")
 
 
