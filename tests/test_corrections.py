@@ -281,6 +281,25 @@ def test_schedulers_see_the_optimizers_own_learning_rate():
     assert stage.corrected.site.rate == pytest.approx(6 ** -(1 - 4 / 100))
 
 
+def test_spike_gets_the_gradient_itself():
+    """Without weight decay, SGD that takes all parameters at once writes Nesterov's step into their gradients."""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    found = []
+    for foreach in (False, True):
+        twin = copy.deepcopy(net)
+
+        def optimizer(p, foreach=foreach):
+            return torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, foreach=foreach)
+
+        trainer = make(twin, stages=3, corrections=["spike"], optimizer=optimizer)
+        for x, y in data(8):
+            trainer.step(x, y)
+        trainer.drain()
+        assert all(group["nesterov"] for stage in trainer.stages for group in stage.optimizer.param_groups)
+        found.append(twin)
+    torch.testing.assert_close(found[0].state_dict(), found[1].state_dict())
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_stashed_predictions_are_shared(k):
     """One for each version and delay, not one for each micro-batch in flight."""

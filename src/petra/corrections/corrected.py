@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -70,8 +70,10 @@ class Corrected:
         site = self.site
         needs_old = any(c.needs_old for c in self.corrections)
         old = [p.detach().clone() for p, _ in site.groups()] if needs_old else []
+        replaced = any(c.replaces_step for c in self.corrections)
         with rates(site.optimizer, site.rate), _momenta(site):
-            site.optimizer.step()
+            with _without_look_ahead(site.optimizer) if replaced else nullcontext():
+                site.optimizer.step()
             for correction in self.corrections:
                 correction.change_step(site, old)
         for correction in self.corrections:
@@ -132,3 +134,16 @@ def _momenta(site: Site) -> Iterator[None]:
     finally:
         for group, momentum in kept:
             group["momentum"] = momentum
+
+
+@contextmanager
+def _without_look_ahead(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, SGD has momentum as always, and no Nesterov's step, which it may write into gradients that are needed."""
+    kept = [(group, group["nesterov"]) for group in optimizer.param_groups if "nesterov" in group]
+    try:
+        for group, _ in kept:
+            group["nesterov"] = False
+        yield
+    finally:
+        for group, nesterov in kept:
+            group["nesterov"] = nesterov

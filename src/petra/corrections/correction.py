@@ -55,6 +55,8 @@ class Correction:
     """Whether the backward gets other weights, so that it cannot have those of its forward."""
     needs_old: ClassVar[bool] = False
     """Whether it wants to see the weights of before an update."""
+    replaces_step: ClassVar[bool] = False
+    """Whether its own step takes the place of the optimizer's, of which it needs momentum alone."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError for an optimizer that it cannot be used with."""

@@ -21,6 +21,7 @@ class Spike(Correction):
     summary = "a late gradient gets at once what momentum owes it (spike compensation, Kosson et al.)"
     example = "spike"
     needs_old = True
+    replaces_step = True
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, torch.optim.SGD):
