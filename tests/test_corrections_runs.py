@@ -171,6 +171,20 @@ def test_differences_follow_their_parameters_to_another_cut(stages):
     assert all(torch.equal(value, known[name]) for name, value in deltas(new).items())
 
 
+def test_inertia_finds_the_momentum_of_the_moment_at_another_cut():
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.02, 10, base_momentum=0.5, max_momentum=0.6)
+
+    old, new = (pipeline(stages=s, corrections=["inertia"], scheduler=cycle) for s in ([2, 2, 2], [2, 1, 3]))
+    for x, y in batches(7):
+        old.step(x, y)
+    old.drain()
+    new.load_drained(old.state_dict())
+    before, after = (trainer.stages[0] for trainer in (old, new))
+    assert before.corrected.site.rate < 1
+    assert after.corrected.site.rate == before.corrected.site.rate
+
+
 def test_memory_of_corrections_is_counted():
     plain, corrected = (pipeline(stages=3, corrections=names) for names in ([], ["discrepancy"]))
     for trainer in (plain, corrected):

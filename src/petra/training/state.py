@@ -119,14 +119,14 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
             stage.synthesizer.load_state_dict(moved(found, device))
     if stage.optimizer is None:
         return
-    if stage.corrected is not None:
-        corrections = [state["corrections"] for state in saved if state["corrections"] is not None]
-        _load_corrections(stage, corrections, {"began": {}}, names, device)
     with_optimizer = [state for state in saved if state["optimizer"] is not None]
     _load_optimizer(stage.optimizer, [state["optimizer"] for state in with_optimizer], names, device)
     if stage.scheduler is not None:
         own = stage.scheduler.state_dict()
         stage.scheduler.load_state_dict(moved(_scheduler_state(own, stage.optimizer, with_optimizer, names), device))
+    if stage.corrected is not None:  # after the optimizer, for they ask for its momentum
+        corrections = [state["corrections"] for state in saved if state["corrections"] is not None]
+        _load_corrections(stage, corrections, {"began": {}}, names, device)
 
 
 def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
