@@ -148,6 +148,18 @@ def test_comparisons_begin_with_them(earlier, tmp_path, capsys):
     assert capsys.readouterr().err.count("begins with the weights of") == 2
 
 
+def test_a_resumed_comparison_does_not_need_them(earlier, tmp_path, capsys):
+    weights = tmp_path / "copy.safetensors"
+    shutil.copy(earlier / "weights.safetensors", weights)
+    arguments = ["compare", *COMMAND[1:], "--weights", str(weights), "--out", str(tmp_path / "compared")]
+    assert main([*arguments, "--methods", "petra"]) == 0
+    weights.unlink()
+    assert main([*arguments, "--methods", "petra", "--resume"]) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--methods", "petra", "backprop", "--resume"]) == 2  # a new one does
+    assert "which is not there" in capsys.readouterr().err
+
+
 def test_another_vocabulary_is_told(tmp_path, capsys):
     options = {"width": 4, "depth": 1, "heads": 1}
     for name, text in (("one", "abcabcabca" * 12), ("two", "abdabdabda" * 12), ("same", "cabcabcabc" * 12)):

@@ -14,7 +14,7 @@ from petra.measure.run_figure import check_plots, draw_runs
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
-from petra.training.files import CONFIG, refuse_to_overwrite
+from petra.training.files import CHECKPOINTS, CONFIG, refuse_to_overwrite
 from petra.training.run import Run
 from petra.training.weights import check_weights
 
@@ -61,7 +61,8 @@ def run(options: argparse.Namespace) -> None:
             _refuse_another(configs[-1], options.out / name)
         elif not options.overwrite:
             refuse_to_overwrite(options.out / name, "--resume to go on, --overwrite to replace it")
-        check_weights(configs[-1].weights, options.out / name)
+        if not (options.resume and (options.out / name / CHECKPOINTS).exists()):  # which has weights of its own
+            check_weights(configs[-1].weights, options.out / name)
     refuse_capture(options)
     device = set_up_device(options)
     data = configs[0].load_data()
