@@ -157,17 +157,18 @@ def run_of(folder, accuracies, rates=None):
         for i, (a, lr) in enumerate(zip(accuracies, rates, strict=True))
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-    (folder / "config.json").write_text('{"data": "somewhere", "epochs": 4}')
+    (folder / "config.json").write_text('{"data": "somewhere", "epochs": 4, "drops": [0.25, 0.5]}')
 
 
-def test_results_are_read_once_and_kept(tmp_path):
+@pytest.mark.parametrize("second", [0.1, 0.01])  # where nothing is in flight, the rate has dropped as epoch 2 ends
+def test_results_are_read_once_and_kept(tmp_path, second):
     trial = ALL["revnet18-petra-lock-step-k1-e30-s0"]
     folder = tmp_path / "out" / trial.name
-    run_of(folder, [0.1, 0.9, 0.5, 0.4], [0.1, 0.1, 0.01, 0.01])
+    run_of(folder, [0.1, 0.9, 0.5, 0.4], [0.1, second, 0.01, 0.01])
     assert results.collect([trial], tmp_path / "out", tmp_path / "results") == {}
     (folder / "summary.json").write_text(json.dumps(dict.fromkeys(results.KEPT, 1)))
     found = results.collect([trial], tmp_path / "out", tmp_path / "results")[trial.name]
-    assert found["config"] == {"epochs": 4}
+    assert found["config"] == {"epochs": 4, "drops": [0.25, 0.5]}
     assert found["best_after_last_drop"] == 0.5
     assert found["mean_after_last_drop"] == pytest.approx(0.45)
     nothing = {"test_loss": None, "train_loss": None}

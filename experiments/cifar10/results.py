@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from math import ceil, isclose, isfinite
+from math import ceil, isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -54,10 +54,14 @@ def collect(trials: Iterable[Trial], out: Path, folder: Path) -> dict[str, Resul
 
 def of_run(trial: Trial, folder: Path) -> Result | None:
     """What a training came to that is finished, or has diverged, which is a result too; None for others."""
+    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+    config.pop("data", None)  # a path of one machine
     if _finished(trial, folder):
         summary = json.loads((folder / "summary.json").read_text())
         lines = _lines(folder / "metrics.jsonl")
-        late = [r["test_accuracy"] for r in lines if isclose(r["lr"], lines[-1]["lr"])]
+        # The learning rate does not tell: that of an epoch's line is the next update's, and may have dropped since.
+        dropped = max(config["drops"]) * config["epochs"] + 1e-9
+        late = [r["test_accuracy"] for epoch, r in enumerate(lines, start=1) if epoch > dropped]
         ended = {
             **{name: summary[name] for name in KEPT},
             "best_after_last_drop": max(late),
@@ -68,8 +72,6 @@ def of_run(trial: Trial, folder: Path) -> Result | None:
         ended = {DIVERGED: said}
     else:
         return None
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("data", None)  # a path of one machine
     found = {"config": config, **ended, **_epochs(_lines(folder / "metrics.jsonl"))}
     return found | (_measured(_lines(folder / "fidelity.jsonl")) if trial.watched else {})
 
