@@ -281,6 +281,20 @@ def test_schedulers_see_the_optimizers_own_learning_rate():
     assert stage.corrected.site.rate == pytest.approx(6 ** -(1 - 4 / 100))
 
 
+@pytest.mark.parametrize("name", ["predict", "coast"])
+@pytest.mark.parametrize("method", ["checkpointed", "delayed"])
+def test_nothing_is_predicted_of_what_has_been_frozen_since(name, method):
+    net, seen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), []
+    trainer = make(net, stages=3, method=method, corrections=[name])
+    net[0].register_forward_hook(lambda layer, inputs, output: seen.append(layer.weight.detach().clone()))
+    for step in range(16):
+        if step == 8:
+            assert not all(torch.equal(weight, net[0].weight) for weight in seen[-2:])
+            net[0].weight.requires_grad_(False)
+        trainer.step(torch.randn(3, 4), torch.randint(4, (3,)))
+    assert all(torch.equal(weight, net[0].weight) for weight in seen[-2:])
+
+
 def test_spike_gets_the_gradient_itself():
     """Without weight decay, SGD that takes all parameters at once writes Nesterov's step into their gradients."""
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()

@@ -46,7 +46,8 @@ class Predict(Correction):
             return None
         found: dict[Tensor, Tensor] = {}
         for parameter, group in site.groups():
-            v = _velocity(site.optimizer, parameter, group)
+            # What has been frozen since stays where it is, whatever its momentum was.
+            v = _velocity(site.optimizer, parameter, group) if parameter.requires_grad else None
             ahead = rate_of(group, site.rate) * self.steps(site, delay, group)
             found[parameter] = parameter.clone() if v is None else parameter - ahead * v
         return [found.get(p, p.data) for p in site.parameters]
