@@ -23,6 +23,7 @@ import cache
 import figures
 import jobs
 import results
+import run
 import tables
 from plans import PLANS
 from replay import replay
@@ -227,6 +228,15 @@ def test_a_figure_for_each_network_from_what_was_kept(tmp_path):
     assert figures.draw("table2", known, tmp_path) == ["table2.png"]
     for plan in ("full", "figure4", "table4", "corrections", "fidelity"):
         assert figures.draw(plan, known, tmp_path) == []
+
+
+def test_a_table_of_other_epochs_is_not_overwritten_by_an_empty_one(tmp_path, monkeypatch, capsys):
+    (tmp_path / "replay.md").write_text("of fifteen epochs")
+    folders = ["--out", str(tmp_path), "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run.py", "replay", "--summarise", *folders])
+    assert run.main() == 3
+    assert (tmp_path / "replay.md").read_text() == "of fifteen epochs"
+    assert "nothing is written" in capsys.readouterr().out
 
 
 def test_rows_of_the_table_of_corrections_say_what_they_are():
