@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
-from petra import Network, ReversibleBlock, ReversibleLayer, plain_autograd
+from petra import Network, ReversibleBlock, ReversibleLayer, Trainer, plain_autograd
 
 
 class Scaled(nn.Module):
@@ -72,3 +73,30 @@ def test_companions_get_gradients_from_below_a_layer_of_ones_own(kind, by_name):
         expected = gradients()
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+class Stem(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        return *x.chunk(2, -1), self.scale.expand(len(x), 4)
+
+
+class First(nn.Module):
+    def forward(self, x, *rest):
+        return x
+
+
+@pytest.mark.parametrize("method", ["reversible", "petra"])
+def test_companions_above_fewer_streams_get_gradients_in_a_trainer(method):
+    torch.manual_seed(0)
+    network = Network(Stem(), block(), block(), Unite(), First()).double()
+    x, y = torch.randn(3, 8, dtype=torch.float64), torch.tensor([0, 3, 7])
+    with plain_autograd():
+        (expected,) = torch.autograd.grad(cross_entropy(network(x), y), network[0].scale)
+    optimizer = lambda p: torch.optim.SGD(p, 0.0)  # noqa: E731
+    trainer = Trainer(network, loss=cross_entropy, optimizer=optimizer, method=method, stages=1)
+    trainer.step(x, y)
+    torch.testing.assert_close(network[0].scale.grad, expected, rtol=1e-10, atol=1e-10)

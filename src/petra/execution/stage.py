@@ -218,7 +218,7 @@ class Stage:
     def update(self) -> None:
         """One step with the mean of the gradients since the last one (Alg. 1, lines 20-22).
 
-        Gradients stay readable until the next backward.
+        Gradients stay readable until the next backward, as the optimizer leaves them.
         """
         if self.accumulated == 0:  # zero features (Features Replay, Section 3.2) have a gradient of zero
             for parameter in self.parameters:

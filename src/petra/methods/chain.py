@@ -174,9 +174,8 @@ class Chain:
         With ``overlap``, one is reconstructed beside the gradient of the one above it.
         """
         keys, couplings = zip(*_parts(segment), strict=True)
-        streams = *streams[:2], *leaves(streams[2:])
         with self._evaluation(), self._counting_once():
-            found = unwind(couplings, streams, gradients, lambda i: self._seed(keys[i], microbatch), overlap)
+            found = unwind(couplings, leaves(streams), gradients, lambda i: self._seed(keys[i], microbatch), overlap)
         return found._replace(inputs=tuple(x.detach() for x in found.inputs))
 
     def reverse_with(
