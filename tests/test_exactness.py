@@ -1,6 +1,7 @@
 """The engine equals the plain reference bit for bit, after every tick."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -60,8 +61,9 @@ def assert_same_run(trainer, reference_network, reference, data):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("order", ["lock-step", "low-staleness"])
+@pytest.mark.parametrize(
+    ("order", "stages"), [*product(["lock-step"], [1, 2, 3, 5]), *product(["low-staleness"], [2, 3, 5])]
+)
 @pytest.mark.parametrize("method", PIPELINED)
 def test_pipelined_methods_equal_the_reference(method, order, stages, k):
     torch.manual_seed(0)

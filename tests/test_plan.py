@@ -288,6 +288,12 @@ def test_the_command_plans_and_tries(tmp_path, capfd):
     assert result["measured"]["basic"] > 0
 
 
+def fork(monkeypatch):
+    """Ranks that do not have to import everything anew."""
+    forked.context()
+    monkeypatch.setattr(trial, "spawn", partial(torch.multiprocessing.start_processes, start_method="forkserver"))
+
+
 class TestErrorsOfRanks:
     def test_the_first_one_counts(self, tmp_path):
         trial._say(1, ValueError("too large"), tmp_path)
@@ -305,9 +311,8 @@ class TestErrorsOfRanks:
         assert not (tmp_path / trial.ERROR).exists()
 
     def test_one_that_was_killed_is_named_whatever_the_others_say(self, tmp_path, monkeypatch):
-        forked.context()
         monkeypatch.setattr(trial, "_work", killed)
-        monkeypatch.setattr(trial, "spawn", partial(torch.multiprocessing.start_processes, start_method="forkserver"))
+        fork(monkeypatch)
         with pytest.raises(RuntimeError, match="rank 1 was ended by SIGKILL"):
             trial.spawn_ranks(SimpleNamespace(ranks=2), tmp_path)
 
@@ -321,7 +326,8 @@ def killed(rank, case, folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_an_error_of_a_rank_is_one_line(capfd):
+def test_an_error_of_a_rank_is_one_line(capfd, monkeypatch):
+    fork(monkeypatch)
     assert main(["plan", *TINY, "--ranks", "1", "--memory-limit", "0.001", "--quiet"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("petra: error: rank 0 has no room for layers 0 to 3 within 0.00 MiB a rank")
