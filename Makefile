@@ -21,7 +21,7 @@ demo: setup
 
 # Three processes for two cores: some tests wait for timeouts.
 test: setup
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
