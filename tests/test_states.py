@@ -76,6 +76,23 @@ def test_a_drained_state_is_copied_too(method):
     assert not places[0] & places[1]
 
 
+@pytest.mark.parametrize("method", ["petra", "delayed", "ddg", "dni"])
+def test_a_drained_state_leaves_nothing_of_what_a_trainer_did_before(method):
+    # Gradients that waited for their update went into the first one after it, and a pipeline did not get empty again.
+    options = {"method": method, "accumulate": 2}
+    first = make(network(), stages=3, **options)
+    fresh, used = (make(network(), stages=[3, 2], **options) for _ in range(2))
+    data = list(batches(9))
+    train(first, data[:4])
+    first.drain()
+    train(used, data[6:])
+    for trainer in (fresh, used):
+        trainer.load_drained(first.state_dict())
+        train(trainer, data[4:])
+        trainer.drain()
+    assert same_weights(fresh.network, used.network)
+
+
 def test_containers_of_targets_and_schedulers_stay_what_they_are():
     Pair = namedtuple("Pair", "a b")
 

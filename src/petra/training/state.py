@@ -113,10 +113,14 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
     saved = list(saved)
     device = stage.chain.settings.device
     stage.updates = max(state["updates"] for state in saved)
-    if stage.synthesizer is not None:  # where no stage ended before, a new one begins
-        synthesizers = [state["synthesizer"] for state in saved if state["synthesizer"] is not None]
-        for found in (one for one in synthesizers if one["above"] == stage.synthesizer.above):
-            stage.synthesizer.load_state_dict(moved(found, device))
+    stage.load_in_flight({"kept": {}, "gradients": [None] * len(stage.parameters), "accumulated": 0})
+    if stage.stash is not None:
+        stage.stash.load_state_dict({"version": stage.updates, "needed": {}, "copies": {}})
+    if stage.synthesizer is not None:
+        synthesizers = {state["synthesizer"]["above"]: state["synthesizer"] for state in saved if state["synthesizer"]}
+        # Where no stage ended before, a new one begins.
+        found = synthesizers.get(stage.synthesizer.above, {"network": None})
+        stage.synthesizer.load_state_dict(moved(found, device))
     if stage.optimizer is None:
         return
     with_optimizer = [state for state in saved if state["optimizer"] is not None]
