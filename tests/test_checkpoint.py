@@ -1,5 +1,6 @@
 import copy
 import os
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from petra import METHODS, Network, ReversibleBlock, Trainer
+from petra.execution import Alone
 from petra.training import checkpoint
 
 
@@ -109,6 +111,17 @@ def test_nothing_is_left_of_one_that_was_killed_while_writing(tmp_path):
         (folder / name).touch()
     checkpoint.remove_all(folder)
     assert not folder.exists()
+
+
+def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
+    """Whatever was called less than the next one lost its files."""
+    checkpoints = checkpoint.Checkpoints(tmp_path, Alone())
+    checkpoints.save({}, {})
+    kept = shutil.copytree(tmp_path / "000001", tmp_path / "000001-kept")
+    checkpoints.save({}, {})
+    checkpoint.remove_all(tmp_path)
+    assert (kept / "run.pt").exists()
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_what_takes_over_is_on_disk_first(tmp_path, monkeypatch):

@@ -134,8 +134,8 @@ class Checkpoints:
         self._number += 1
         if place.speaks:
             write_json(self._folder / LATEST, {"format": FORMAT, "name": folder.name})
-            for old in self._folder.iterdir():
-                if old.is_dir() and old.name < folder.name:  # others may be writing the next one already
+            for old in _all(self._folder):
+                if old.name < folder.name:  # others may be writing the next one already
                     remove_checkpoint(old)
 
     def run(self, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Checkpoints:
 
     def _latest(self) -> int | None:
         path = self._folder / LATEST
-        there = sorted(folder.name for folder in self._folder.glob("[0-9]" * len(_name(0))) if folder.is_dir())
+        there = [folder.name for folder in _all(self._folder)]
         mend = (
             f'write {{"format": {FORMAT}, "name": "{there[-1]}"}} into it to go on from there' if there else "remove it"
         )
@@ -179,6 +179,11 @@ def _name(number: int) -> str:
     return f"{number:06d}"
 
 
+def _all(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, whole or not, the oldest first; nothing else that somebody has put there."""
+    return sorted(path for path in folder.glob("[0-9]" * len(_name(0))) if path.is_dir())
+
+
 def _stage(index: int, replica: int) -> str:
     return f"stage{index}.pt" if replica == 0 else f"stage{index}.replica{replica}.pt"
 
@@ -196,9 +201,8 @@ def remove_all(folder: Path) -> None:
     if folder.is_dir():
         for path in folder.glob(f"{LATEST}*"):  # with one that was being written when the run was killed
             path.unlink()
-        for path in folder.iterdir():
-            if path.is_dir():
-                remove_checkpoint(path)
+        for path in _all(folder):
+            remove_checkpoint(path)
         with suppress(OSError):
             folder.rmdir()
 
