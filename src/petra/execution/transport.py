@@ -147,13 +147,14 @@ class Alone(Transport):
 def buckets(tensors: Sequence[Tensor], size: int = 2**23) -> list[list[Tensor]]:
     """The tensors in groups of one dtype and about ``size`` elements, in order."""
     groups: list[list[Tensor]] = []
-    open_groups: dict[torch.dtype, list[Tensor]] = {}
+    open_groups: dict[torch.dtype, tuple[list[Tensor], int]] = {}  # with their elements so far
     for tensor in tensors:
-        group = open_groups.get(tensor.dtype)
-        if group is None or sum(t.numel() for t in group) >= size:
-            group = open_groups[tensor.dtype] = []
+        group, elements = open_groups.get(tensor.dtype, ([], size))
+        if elements >= size:
+            group, elements = [], 0
             groups.append(group)
         group.append(tensor)
+        open_groups[tensor.dtype] = group, elements + tensor.numel()
     return groups
 
 
