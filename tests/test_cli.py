@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import argparse
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from petra import models
 from petra.cli.main import main
+from petra.cli.options import set_up_device
 from petra.training import checkpoint
 from petra.training.files import Claim
 from petra.training.trainer import weights_hash
@@ -288,6 +290,16 @@ def test_bad_input_is_one_line_that_names_value_and_remedy(case, tmp_path, capsy
     assert value in error
     assert remedy in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_share_the_cores_also_where_nobody_tells_which_they_may_use(monkeypatch):
+    shares = []
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS has none
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(torch, "set_num_threads", shares.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    set_up_device(argparse.Namespace(threads=None, device="cpu"))
+    assert shares == [3]
 
 
 def test_resume_of_nothing_says_so(tmp_path, capsys):

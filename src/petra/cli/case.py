@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petra import methods, models
-from petra.cli.options import model_options
+from petra.cli.options import cores, model_options
 from petra.execution import partition
 from petra.reversible import Network
 from petra.schedule import Order
@@ -101,8 +100,3 @@ class Case:
     def make_order(self, stages: int) -> Order:
         """The order for a number of stages."""
         return choose_order(methods.find(self.method), stages, self.accumulate, self.order)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -261,7 +261,7 @@ def set_up_device(options: argparse.Namespace) -> torch.device:
     """The device that was asked for, or an error if it is not there."""
     if options.threads is None and processes() > 1:
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or processes())
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))  # ranks share the cores
+        torch.set_num_threads(max(1, cores() // local))  # ranks share the cores
     if options.threads is not None:
         if not 1 <= options.threads <= 4096:
             raise ValueError(f"--threads is {options.threads}: give 1 or more, at best the number of cores")
@@ -283,3 +283,8 @@ def set_up_device(options: argparse.Namespace) -> torch.device:
         torch.backends.cudnn.deterministic = not benchmark  # the same options give the same weights
         torch.backends.cudnn.benchmark = benchmark
     return device
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

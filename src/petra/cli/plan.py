@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from petra.cli.case import Case, cores
-from petra.cli.options import add_model_options, order_option, whole_numbers
+from petra.cli.case import Case
+from petra.cli.options import add_model_options, cores, order_option, whole_numbers
 from petra.cli.trial import basic_method, spawn_ranks
 from petra.measure import Plan, environment
 from petra.methods import METHODS
