@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petra.training.data import Batches, SentenceData, TextData, Vocabulary, describe, load
+from petra.training.data import Batches, SentenceData, TextData, Vocabulary, load
 from petra.training.data.vocabulary import PAD, START, UNKNOWN, split_words
 
 # --- a file as one row of tokens ---
@@ -396,4 +396,3 @@ def test_text_options_are_refused_for_images(tmp_path: Path) -> None:
     assert load(str(tmp_path)).unit == "images"
     with refused("--length is 5", tmp_path):
         load(str(tmp_path), length=5)
-    assert {"text:FILE", "bytes:FILE"} <= {spec for spec, _ in describe()}

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
 from torch import Tensor
 
 from petra.execution import LocalExecutor
 from petra.measure.activations import Activations, fixed, storages
-from petra.tables import render
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,3 @@ class MemoryProbe(AbstractContextManager["MemoryProbe"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._activations.__exit__(kind, error, trace)
-
-
-def table(rows: list[StageMemory]) -> str:
-    """A row a stage, in MiB."""
-    names = [field.name for field in fields(StageMemory)]
-    header = ["stage", *(name.replace("_", " ") for name in names), "total"]
-    cells = [[*(getattr(row, name) for name in names), row.total] for row in rows]
-    return render(header, [[i, *(f"{c / 2**20:.2f}" for c in row)] for i, row in enumerate(cells)])

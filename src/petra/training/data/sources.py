@@ -29,10 +29,10 @@ def load(
     vocab_size: int | None = None,
     vocabulary: Sequence[str] = (),
 ) -> Data:
-    """The data set that `spec` names (see `describe`); `seed` matters to synthetic data only.
+    """The data set that `spec` names: digits, synthetic[:CxHxW:classes[:samples]], text:FILE, bytes:FILE, a folder.
 
-    `length` is the number of tokens in a sample of text, `vocab_size` the most entries of a vocabulary of words.
-    Text is read with `vocabulary`, if it is given, and not with one of its own.
+    `seed` matters to synthetic data only. `length` is the number of tokens in a sample of text, `vocab_size` the most
+    entries of a vocabulary of words. Text is read with `vocabulary`, if it is given, and not with one of its own.
     """
     kind, _, rest = spec.partition(":")
     if kind in ("text", "bytes"):
@@ -53,20 +53,8 @@ def load(
         if (data := read(Path(folder))) is not None:
             _refuse_text_options(spec, length, vocab_size)
             return data
-    known = "; ".join(line for _, line in (*_IMAGE_FOLDERS, (read_sentences, _SENTENCES)))
+    known = "; ".join([*(line for _, line in _IMAGE_FOLDERS), _SENTENCES])
     raise ValueError(f"{spec!r} holds no data set that is understood: give a folder of {known}")
-
-
-def describe() -> list[tuple[str, str]]:
-    """Each spec that `load` understands with one line about it, for command-line help."""
-    return [
-        ("digits", "1797 handwritten digits of 8x8 pixels, shipped with scikit-learn"),
-        ("synthetic[:CxHxW:classes[:train_samples]]", "random images and labels; 3x32x32:10:1024 by default"),
-        ("text:FILE", "a text, character by character; its last tenth is for test"),
-        ("bytes:FILE", "any file, byte by byte"),
-        ("FOLDER", _SENTENCES),
-        *(("FOLDER", line) for _, line in _IMAGE_FOLDERS),
-    ]
 
 
 def _load_text(kind: str, path: str, length: int | None, vocab_size: int | None, vocabulary: Sequence[str]) -> Data:
