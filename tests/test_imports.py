@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "petra"
-HELPERS = {"names", "tables"}
+HELPERS = {"errors", "names", "tables"}
 ALLOWED = {
     "schedule": set(),
     "reversible": set(),

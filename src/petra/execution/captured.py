@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from petra.errors import first_line
 from petra.execution.fixed import Fixed
 from petra.execution.later import Later
 from petra.execution.local import LocalExecutor
@@ -166,7 +167,7 @@ class CapturedExecutor(LocalExecutor):
             if remembered is not None:
                 remembered.restore()
             self._halted = None  # by a tick that was only to be recorded
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            reason = first_line(error)
             self.refusal = f"a tick could not be recorded ({reason})"
             self._steady.clear()
             return None

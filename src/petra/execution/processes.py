@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from petra.errors import first_line
 from petra.execution.allocation import keep_freed_memory
 from petra.execution.courier import Courier, at_once
 from petra.execution.envelope import Template, blank_label, check_label, checksum, make_label, payload
@@ -242,7 +243,7 @@ class ProcessTransport(Transport):
         try:
             yield
         except RuntimeError as error:  # torch.distributed has no class of its own for lost connections
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            reason = first_line(error)
             whom = "the others" if other is None else f"rank {other}"
             at = f"{self.place}, tick {self.doing.tick}, {self.doing.what}"
             raise LostRank(f"{at}: cannot {verb} {whom} ({reason})") from error

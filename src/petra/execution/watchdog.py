@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from petra.errors import first_line
 from petra.execution.transport import Doing
 
 INTERVAL = 0.5
@@ -101,7 +102,7 @@ class Watchdog:
                 failure = self._failure()
             except Exception as error:  # whatever it is, a job that nobody watches over must not go on
                 if not self._closing.wait(2 * GONE):
-                    reason = next(iter(str(error).splitlines()), type(error).__name__)
+                    reason = first_line(error)
                     self._end(f"the store that all ranks report to is gone, and whoever holds it ({reason})")
                 return
             if failure is not None and not self._closing.wait(2 * INTERVAL):

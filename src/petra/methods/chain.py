@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from petra.errors import first_line
 from petra.reversible.coupling import Additive, Coupling
 from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients, saved_tensors, trainable, vjp
 from petra.reversible.layer import ReversibleLayer
@@ -328,7 +329,7 @@ def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -
             raise
         if "in-place operation" in str(error):
             raise LayerError(in_place) from error
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        why = first_line(error)
         shapes = ", ".join(str(tuple(x.shape)) + _unusual(x.dtype) for x in streams)
         raise LayerError(f"{name} cannot take inputs of shape {shapes}: {why}") from error
     if versions != [_version(x) for x in streams]:

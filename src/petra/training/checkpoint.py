@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from petra.errors import first_line
 from petra.execution import Transport
 
 FORMAT = 2
@@ -65,7 +66,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
                 raise ValueError(f"{part} is damaged")
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for broken files
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise ValueError(
             f"{path} is not a whole checkpoint ({reason}): remove it to start anew, or put back a copy"
         ) from error

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from petra.errors import first_line
 from petra.training.files import VOCABULARY, WEIGHTS, refuse_unfinished
 
 
@@ -19,7 +20,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(file))
     except SafetensorError as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise ValueError(f"{file} is damaged, or no safetensors file ({reason}): give another, or a copy") from error
 
 

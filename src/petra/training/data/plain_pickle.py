@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from petra.errors import first_line
+
 _reconstruct = np.empty(0).__reduce__()[0]
 
 _PERMITTED: dict[tuple[str, str], Any] = {
@@ -33,10 +35,6 @@ def read_pickle(path: Path) -> Any:
             return _PlainUnpickler(file, encoding="bytes").load()
     except Exception as error:  # a malformed pickle can fail in any way at all
         raise ValueError(
-            f"{path} is not a readable pickle of plain arrays ({_first_line(error)}): "
+            f"{path} is not a readable pickle of plain arrays ({first_line(error)}): "
             "download it again from a source you trust"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
