@@ -28,7 +28,6 @@ from petra.execution import LocalExecutor, RankExecutor, Stage
 from petra.measure.likeness import Likeness
 from petra.reversible.gradients import ParameterGradients, add_gradients, vjp
 from petra.reversible.randomness import forked
-from petra.reversible.statistics import frozen_statistics, normalisations
 from petra.reversible.streams import Streams, leaves, single
 from petra.schedule import Action, Kind, Tick
 
@@ -246,8 +245,7 @@ def exact_gradients(stages: Sequence[Stage], batch: Batch, wanted: Collection[in
         for stage, streams in reversed(list(zip(stages, inputs, strict=True))):
             if stage.index < min(wanted):
                 break
-            with frozen_statistics(normalisations(stage.chain.layers)):
-                tape = stage.chain.record(stage.chain.whole, streams, batch.number)
+            tape = stage.chain.record(stage.chain.whole, streams, batch.number, counts=False)
             if stage.index not in wanted:
                 tape = replace(tape, parameters=[])
             _, gradients, found = tape.gradients(gradients)
