@@ -22,6 +22,10 @@ from petra.reversible.streams import Gradients, Streams, dense, laid_out_like, l
 T = TypeVar("T", Tensor, Tensor | None)
 
 Loss = Callable[[Any, Any], Tensor]
+"""Of outputs and targets."""
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of a stage from the parameters that are trained there."""
 
 
 class Diverged(RuntimeError):

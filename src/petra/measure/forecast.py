@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from petra.execution import LocalExecutor, Rehearsal, Stage
 from petra.execution.envelope import Template
+from petra.execution.stage import Loss, OptimizerFactory
 from petra.execution.templates import as_message, shapes_of
 from petra.measure.memory import MemoryProbe, StageMemory
 from petra.methods import BackwardMessage, Chain, Method, Settings
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Order
-
-Loss = Callable[[Any, Any], Tensor]
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Forecast:

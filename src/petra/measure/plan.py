@@ -12,8 +12,9 @@ from torch import nn
 
 from petra.execution import DoesNotFit, Rehearsal, assign, balance, partition
 from petra.execution.envelope import Template, payload
+from petra.execution.stage import Loss, OptimizerFactory
 from petra.execution.templates import shapes_of
-from petra.measure.forecast import Forecast, Loss, OptimizerFactory
+from petra.measure.forecast import Forecast
 from petra.measure.memory import StageMemory
 from petra.measure.profile import Profile
 from petra.measure.ticks import Link, tick_seconds

@@ -11,15 +11,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from petra.execution import Rehearsal, Stage
+from petra.execution.stage import Loss, OptimizerFactory
 from petra.execution.templates import shapes_of
 from petra.methods import BackwardMessage, Chain, Method, Settings
 from petra.reversible.streams import Streams
-
-Loss = Callable[[Any, Any], Tensor]
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from petra import methods, models
 from petra.execution import partition
+from petra.execution.stage import Loss
 from petra.names import unknown
 from petra.reversible import Network, ReversibleLayer
 from petra.training import optimizers, recipes
@@ -23,7 +24,7 @@ from petra.training.data import Data, load
 from petra.training.fitting import check_options, usual_arguments
 from petra.training.loss import cross_entropy
 from petra.training.orders import choose_order
-from petra.training.preparation import Loss, choose_corrections
+from petra.training.preparation import choose_corrections
 
 ADAPTIVE = ("adamw", "nadamw")
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from petra.corrections import Corrected, Correction, choose
 from petra.execution import GraphRecorder, Place, Recorder, Stage, partition
+from petra.execution.stage import OptimizerFactory
 from petra.methods import Method
 from petra.reversible import Network
 from petra.reversible.streams import Streams
 from petra.schedule import Order
 
-Loss = Callable[[Any, Any], Tensor]
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 

@@ -25,6 +25,7 @@ from petra.execution import (
     Transport,
     partition,
 )
+from petra.execution.stage import Loss, OptimizerFactory
 from petra.methods import Chain, Method, Settings
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import Sequential
@@ -32,8 +33,6 @@ from petra.training import state as states
 from petra.training.loss import count_answers, count_correct
 from petra.training.orders import choose_order
 from petra.training.preparation import (
-    Loss,
-    OptimizerFactory,
     SchedulerFactory,
     check_batch,
     check_network,
