@@ -270,7 +270,7 @@ class Stage:
 
     def statistics(self) -> list[Tensor]:
         """Running statistics: buffers that training moves."""
-        return [b for layer in self.chain.layers for b in layer.buffers() if b.is_floating_point()]
+        return [b for b in self._buffers() if b.is_floating_point()]
 
     def predict(self, inputs: Streams) -> Streams:
         """Outputs in evaluation mode; touches nothing."""
@@ -279,11 +279,16 @@ class Stage:
 
     def trained(self) -> list[Tensor]:
         """The tensors that training changes where they lie."""
+        return [*self.parameters, *self._buffers(), *self._states()]
+
+    def _buffers(self) -> list[Tensor]:
+        return [b for layer in self.chain.layers for b in layer.buffers()]
+
+    def _states(self) -> list[Tensor]:
+        """Of the optimizer and of what corrects it."""
         optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
-        buffers = [b for layer in self.chain.layers for b in layer.buffers()]
         corrected = self.corrected.tensors() if self.corrected is not None else []
-        states = [v for state in optimizer for v in state.values() if isinstance(v, Tensor)]
-        return [*self.parameters, *buffers, *states, *corrected]
+        return [v for state in optimizer for v in state.values() if isinstance(v, Tensor)] + corrected
 
     def gradients(self) -> list[Tensor | None]:
         """Gradients of the parameters: those being added up, or the mean that the last update used."""
@@ -291,12 +296,9 @@ class Stage:
 
     def held(self) -> dict[str, list[Tensor]]:
         """The tensors that live in the stage between actions, by what they are for."""
-        optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
-        corrected = self.corrected.tensors() if self.corrected is not None else []
-        buffers = [b for layer in self.chain.layers for b in layer.buffers()]
         return {
-            "weights": [p.detach() for p in self.parameters] + buffers,
-            "optimizer": [v for state in optimizer for v in state.values() if isinstance(v, Tensor)] + corrected,
+            "weights": [p.detach() for p in self.parameters] + self._buffers(),
+            "optimizer": self._states(),
             "gradients": [g for g in self.gradients() if g is not None],
             "stashed weights": [w for copy in self.stash.copies.values() for w in copy] if self.stash else [],
             "inputs": [x for kept in self.kept.values() for streams in kept.inputs for x in streams],
