@@ -334,14 +334,15 @@ class Run:
         saved["layout"].setdefault("corrections", [])  # of before there were any
         try:
             finished: list[Finished] = []
+            self.position = Position(**saved["position"])
             if saved["layout"] == self.trainer.layout:
                 replica = self.transport.place.replica
                 stages = {s.index: self._checkpoints.stage(s.index, replica) for s in self.trainer.stages}
                 self.trainer.load_state_dict({**saved, "stages": stages})
+                self._filled_from = saved["executor"]["start"]
             else:
                 finished = self._restore_at_another_cut(saved)
-            self.position = Position(**saved["position"])
-            if self._filled_from:  # what was measured is of other stages
+                # What was measured is of other stages.
                 self.position = replace(self.position, memory=[], activation_peak=0)
             if not self.transport.place.speaks:  # the sums are of all replicas, so only one goes on with them
                 self.position = replace(self.position, loss=0.0, correct=0, samples=0)
