@@ -75,7 +75,14 @@ class TestErrors:
             ({"order": "low"}, "no order named 'low'"),
             ({"method": "backprop", "order": "lock-step"}, "backprop has one order only"),
             ({"stages": 2, "order": [2, 1, 0]}, "3 numbers for 2 stages"),
+            ({"stages": 2, "order": [1.5, 0]}, r"in_flight is \[1.5, 0\]: .* whole numbers"),
             ({"clip_norm": 0.0}, "clip_norm is 0.0"),
+            ({"clip_norm": float("nan")}, "clip_norm is nan"),
+            ({"autocast": torch.int8}, r"autocast is torch\.int8: give a dtype like torch\.bfloat16"),
+            ({"message_dtype": torch.int8}, r"message_dtype is torch\.int8: give a dtype like torch\.bfloat16"),
+            ({"message_dtype": "bf16"}, "message_dtype is 'bf16'"),
+            ({"optimizer": lambda parameters: None}, "the optimizer function gives a NoneType: have it return"),
+            ({"scheduler": lambda optimizer: None}, "the scheduler function gives a NoneType: have it return"),
         ],
     )
     def test_bad_options(self, options, message):

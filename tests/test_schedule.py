@@ -165,7 +165,7 @@ def test_bad_schedules(text):
         Schedule.parse(text)
 
 
-@pytest.mark.parametrize("in_flight", [[0, 0], [1, 1, 0], [2, 1], [0, 1, 0], [1]])
+@pytest.mark.parametrize("in_flight", [[0, 0], [1, 1, 0], [2, 1], [0, 1, 0], [1], [1.5, 0], [1.0, 0.0]])
 def test_numbers_in_flight_must_fall_to_zero(in_flight):
     with pytest.raises(ValueError, match="must fall from stage to stage"):
         Pipelined(in_flight)
@@ -176,8 +176,9 @@ def test_bad_sizes():
         Sequential(0)
     with pytest.raises(ValueError, match="accumulate is 0"):
         lock_step(2, 0)
-    with pytest.raises(ValueError, match="latency is -1"):
-        low_staleness(2, latency=-1)
+    for latency in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"latency is {latency}"):
+            low_staleness(2, latency=latency)
 
 
 def test_locked_forward_literally():

@@ -11,7 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
+from numbers import Integral
 
 from petra.schedule.action import Action, Kind
 from petra.schedule.layout import lay_out
@@ -83,9 +84,10 @@ class Pipelined(Order):
 
     def __init__(self, in_flight: Sequence[int], accumulate: int = 1, name: str = "pipelined") -> None:
         super().__init__(len(in_flight), accumulate)
-        if in_flight[-1] != 0 or any(above >= below for below, above in pairwise(in_flight)):
+        falls = in_flight[-1] == 0 and all(below > above for below, above in pairwise(in_flight))
+        if not falls or not all(isinstance(n, Integral) for n in in_flight):
             raise ValueError(
-                f"in_flight is {list(in_flight)}: it must fall from stage to stage and end with 0, "
+                f"in_flight is {list(in_flight)}: it must fall from stage to stage and end with 0, in whole numbers, "
                 f"for example {list(range(len(in_flight) - 1, -1, -1))}"
             )
         self.in_flight = tuple(in_flight)
@@ -126,7 +128,7 @@ def low_staleness(stages: int, accumulate: int = 1, latency: float = 0.0) -> Pip
 
     ``latency`` is c/T, the time of a message over the time of a stage's forward and backward.
     """
-    if latency < 0:
+    if not 0 <= latency < inf:
         raise ValueError(f"latency is {latency}: give the time of a message over that of a tick, 0 or more")
     in_flight = [ceil((stages - 1 - stage) * (1 + 2 * latency) - 1e-9) for stage in range(stages)]
     return Pipelined(in_flight, accumulate, "low-staleness")

@@ -50,7 +50,13 @@ def check_batch(inputs: Streams, targets: Any, microbatch: int) -> None:
 
 
 def check_parts(
-    loss: object, optimizer: object, scheduler: object, accumulate: object, autocast: object, device: torch.device
+    loss: object,
+    optimizer: object,
+    scheduler: object,
+    accumulate: object,
+    autocast: object,
+    message_dtype: object,
+    device: torch.device,
 ) -> None:
     """Raise ValueError for the first thing that is not of the kind a trainer needs."""
     if not callable(loss):
@@ -66,8 +72,9 @@ def check_parts(
             )
     if not isinstance(accumulate, Integral):
         raise ValueError(f"accumulate is {accumulate!r}: give a whole number of micro-batches per update")
-    if autocast is not None and not isinstance(autocast, torch.dtype):
-        raise ValueError(f"autocast is {autocast!r}: give a dtype like torch.bfloat16, or None for float32")
+    for name, dtype in (("autocast", autocast), ("message_dtype", message_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name} is {dtype!r}: give a dtype like torch.bfloat16, or None for float32")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {device}, but that GPU is not here: give cpu or another")
 
@@ -92,6 +99,8 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
     if not trained:
         return None
     optimizer = factory(trained)
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"the optimizer function gives a {type(optimizer).__name__}: have it return the optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates the loss several times per step, which a pipeline cannot: use SGD or AdamW")
     if not {p for group in optimizer.param_groups for p in group["params"]} <= set(parameters):
@@ -109,6 +118,8 @@ def make_scheduler(
     if factory is None or optimizer is None:
         return None
     scheduler = factory(optimizer)
+    if not hasattr(scheduler, "step"):
+        raise ValueError(f"the scheduler function gives a {type(scheduler).__name__}: have it return the scheduler")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
             "ReduceLROnPlateau waits for a metric, but schedulers are stepped after every update: use one that counts"

@@ -112,10 +112,10 @@ class Trainer:
         capture: bool | None = None,
     ) -> None:
         check_network(network)
-        if clip_norm is not None and clip_norm <= 0:
+        if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm is {clip_norm}: give a positive norm, or None for no clipping")
         self.device = torch.device(device) if device is not None else device_of(network)
-        check_parts(loss, optimizer, scheduler, accumulate, autocast, self.device)
+        check_parts(loss, optimizer, scheduler, accumulate, autocast, message_dtype, self.device)
         self.method = methods.find(method) if isinstance(method, str) else method
         cuts = partition(len(network), stages)
         self.order = choose_order(self.method, len(cuts), accumulate, order)
