@@ -92,6 +92,8 @@ def test_interrupted_and_resumed(measured, tmp_path, monkeypatch, capsys):
         patch.setattr(Run, "_trace", interrupt)
         assert fidelity("--every", 5, "--out", tmp_path) == 130
     assert "continue with --resume" in capsys.readouterr().err
+    with (tmp_path / "fidelity.jsonl").open("a") as file:
+        file.write('{"update": 9')  # as a kill leaves it
     assert fidelity("--every", 5, "--resume", "--out", tmp_path) == 0
     assert summary(tmp_path)["weights_sha256"] == summary(measured)["weights_sha256"]
     assert rows(tmp_path) == [row for row in rows(measured) if row["update"] != 25]

@@ -206,6 +206,11 @@ def test_affine(depth):
     assert check_invertible(blocks, *(x.detach() for x in pair(4, 3, 5, 5)), tolerance=1e-8)
 
 
+def test_nothing_cannot_be_inverted():
+    with pytest.raises(ValueError, match="nothing to run: give a tensor"):
+        check_invertible(ReversibleResidual(nn.Identity()))
+
+
 def test_affine_functions_return_two():
     with pytest.raises(ValueError, match="two tensors, the logarithm of a scale and a shift"):
         ReversibleResidual(nn.Identity(), Affine)(*pair(2, 3))

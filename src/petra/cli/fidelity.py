@@ -60,20 +60,17 @@ def run(options: argparse.Namespace) -> None:
     job = Run(config, folder, **begin, **reporting(options))
     executor = job.trainer.executor
     rows = _kept(folder / FIDELITY, min(executor.state_dict()["shapes"], default=executor.microbatches))
-    with (folder / FIDELITY).open("w") as file:
-
-        def write(row: dict[str, Any]) -> None:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+    before = "".join(json.dumps(row) + "\n" for row in rows)
+    checkpoint.write_atomically(folder / FIDELITY, lambda file: file.write(before.encode()))
+    with (folder / FIDELITY).open("a") as file:
 
         def report(measurement: Measurement) -> None:
             row = measurement.row()
             row["epoch"] = round((row["microbatch"] + 1) / len(job.train), 4)
             rows.append(row)
-            write(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
 
-        for row in rows:
-            write(row)
         with Fidelity(executor, options.every, report):
             summary = job()
     means = summarise(rows)
@@ -96,7 +93,8 @@ def _kept(path: Path, end: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        found = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]  # without one it was killed over
         return [row for row in found if row["microbatch"] < end]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and resume again") from error

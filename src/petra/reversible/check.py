@@ -53,6 +53,8 @@ def check_invertible(
     inputs to tell a wrong inverse from rounding. In training mode, dropout repeats its masks on the way
     back, as it does in training. What is ``named`` is handed to all residual functions.
     """
+    if not streams:
+        raise ValueError("there is nothing to run: give a tensor for each stream that the layer takes")
     run: list[ReversibleLayer] = []
     for layer in layers if isinstance(layers, Sequence | nn.Sequential | nn.ModuleList) else [layers]:
         if not isinstance(layer, ReversibleLayer):

@@ -20,7 +20,7 @@ from petra.execution import Transport
 FORMAT = 2
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Let ``write`` fill a file that then takes the place of ``path`` in one step.
 
     A crash at any moment leaves the old file whole; the new one is on disk before it takes over.

@@ -111,9 +111,9 @@ class _Full:
 
 
 def _fill(
-    write_atomically: Callable[[Path, Callable[[IO[bytes]], None]], None],
-) -> Callable[[Path, Callable[[IO[bytes]], None]], None]:
-    def full(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    write_atomically: Callable[[Path, Callable[[IO[bytes]], object]], None],
+) -> Callable[[Path, Callable[[IO[bytes]], object]], None]:
+    def full(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         write_atomically(path, lambda file: write(cast(IO[bytes], _Full(file))))
 
     return full

@@ -77,7 +77,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
     >>> network = petra.load("runs/digits")              # doctest: +SKIP
     >>> classes = network(images).argmax(-1)             # doctest: +SKIP
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     refuse_unfinished(folder)
     blueprint, weights = Blueprint.read(folder), read_weights(folder / WEIGHTS)
     with torch.random.fork_rng(devices=[]):  # what is drawn is replaced at once, and is nobody's business
