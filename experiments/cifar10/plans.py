@@ -44,15 +44,18 @@ def _table2() -> list[Trial]:
     def petra(model: str, k: int, seed: int = 0, order: str = "lock-step", **more: Any) -> Trial:
         return trial(model, "petra", seed, order=order, accumulate=k, **hundred, **more)
 
+    def corrected(model: str, k: int) -> Trial:
+        return petra(model, k, order="low-staleness", correct="predict,inertia:4")
+
     plan = []
     for seed in (0, 1, 2):
         plan += [backprop("revnet18", seed), petra("revnet18", BEST_K, seed), backprop("resnet18", seed)]
     for model in ("revnet34", "revnet50"):
-        plan += [backprop(model), petra(model, BEST_K)]
+        plan += [backprop(model), petra(model, BEST_K), corrected(model, BEST_K)]
     plan += [petra("revnet18", k, seed) for k, seed in ((4, 0), (4, 1), (4, 2), (2, 0), (16, 0))]
     # Staleness alone: none with PETRA's batch and learning rate, and corrected.
     plan += [trial("revnet18", "backprop", accumulate=k, **hundred) for k in (BEST_K, 4)]
-    plan += [petra("revnet18", 4, order="low-staleness", correct="predict,inertia:4")]
+    plan += [corrected("revnet18", 4), corrected("revnet18", BEST_K)]
     return [*plan, backprop("resnet34"), backprop("resnet50"), petra("revnet18", 1)]
 
 
