@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 import petra
 from petra.cli import compare, evaluate, fidelity, generate, lists, plan, plot, schedule, train
@@ -20,6 +21,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+class _Command(_Parser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is not known here, for the parser of all commands would point to its own help."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            close = get_close_matches(rest[0].partition("=")[0], self._option_string_actions, n=1)
+            hint = f": did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return found, rest
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = _Parser(
@@ -28,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Every command explains itself: petra train --help. PETRA_TRACEBACK=1 shows where an error came from.",
     )
     parser.add_argument("--version", action="version", version=f"petra {petra.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
     for command in (train, evaluate, generate, compare, fidelity, plot, plan, schedule, lists):
         command.add_to(commands)
     return parser

@@ -1,0 +1,27 @@
+"""Mistakes on the command line that are easily made: one line says what is wrong and how to mend it."""
+
+from test_cli import SMALL
+
+from petra.cli.main import main
+
+
+def said(capsys, *arguments):
+    """The one line that a command ends with, before it has begun to work."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert len(error.strip().splitlines()) == 1
+    return error
+
+
+def test_options_that_a_command_does_not_have(capsys):
+    error = said(capsys, "train", "--recipe", "digits", "--weightdecay", "1")
+    assert error == (
+        "petra train: error: unrecognized arguments: --weightdecay 1: did you mean --weight-decay? "
+        "(see petra train --help)\n"
+    )
+    assert "(see petra fidelity --help)" in said(capsys, "fidelity", *SMALL, "--ranks", "2")
+    assert "did you mean" not in said(capsys, "methods", "petra")
