@@ -25,3 +25,13 @@ def test_options_that_a_command_does_not_have(capsys):
     )
     assert "(see petra fidelity --help)" in said(capsys, "fidelity", *SMALL, "--ranks", "2")
     assert "did you mean" not in said(capsys, "methods", "petra")
+
+
+def test_a_comparison_in_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert "file, which is a file: give a folder" in said(capsys, "compare", *SMALL, "--out", tmp_path / "file")
+
+
+def test_a_comparison_that_is_resumed_without_its_options(tmp_path, capsys):
+    error = said(capsys, "compare", "--resume", "--out", tmp_path)
+    assert "--resume needs the options of the comparison" in error

@@ -14,7 +14,7 @@ from petra.measure.run_figure import check_plots, draw_runs
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
 from petra.training.config import RunConfig
-from petra.training.files import CHECKPOINTS, CONFIG, refuse_to_overwrite
+from petra.training.files import CHECKPOINTS, CONFIG, refuse_file, refuse_to_overwrite
 from petra.training.run import Run
 from petra.training.weights import check_weights
 
@@ -47,7 +47,13 @@ def run(options: argparse.Namespace) -> None:
     """Train with each method, then print and write the table, and draw the figure if asked for."""
     if options.plot:
         check_plots()
+    refuse_file(options.out)
     asked = given(options)
+    if options.resume and options.recipe is None and "model" not in asked:
+        raise ValueError(
+            "--resume needs the options of the comparison, for each method is held against them: "
+            "give --recipe or --model and the others as before"
+        )
     names = list(dict.fromkeys(options.methods))
     configs = []
     for name in names:

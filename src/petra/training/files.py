@@ -45,10 +45,21 @@ class Claim:
     __del__ = close
 
 
-def refuse_to_overwrite(folder: Path, how: str) -> None:
-    """Raise ValueError if there is something in the folder that a new run would write over."""
+def refuse_file(folder: Path) -> None:
+    """Raise ValueError if what is to be a folder is a file."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out is {folder}, which is a file: give a folder")
+
+
+def refuse_folder(option: str, file: Path) -> None:
+    """Raise ValueError if what is to be a file is a folder."""
+    if file.is_dir():
+        raise ValueError(f"{option} is {file}, which is a folder: give a file")
+
+
+def refuse_to_overwrite(folder: Path, how: str) -> None:
+    """Raise ValueError if there is something in the folder that a new run would write over."""
+    refuse_file(folder)
     if any((folder / name).exists() for name in (*FILES, CHECKPOINTS)):
         raise ValueError(f"{folder} holds a run already: give {how}, or another --out")
 
