@@ -35,3 +35,12 @@ def test_a_comparison_in_a_file(tmp_path, capsys):
 def test_a_comparison_that_is_resumed_without_its_options(tmp_path, capsys):
     error = said(capsys, "compare", "--resume", "--out", tmp_path)
     assert "--resume needs the options of the comparison" in error
+
+
+def test_options_that_a_recipe_brings_cannot_be_left_out(tmp_path, capsys):
+    (tmp_path / "text").write_text("to be " * 99)
+    out = ["--out", tmp_path / "run"]
+    error = said(capsys, "train", "--recipe", "sst2", "--data", f"text:{tmp_path / 'text'}", *out)
+    assert "leave it out, or give a folder of sentences with labels" in error
+    error = said(capsys, "train", "--recipe", "tiny-shakespeare", "--data", "digits", *out)
+    assert "leave it out, or give text" in error

@@ -62,11 +62,14 @@ def _load_text(kind: str, path: str, length: int | None, vocab_size: int | None,
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {path!r}: give {kind}:FILE with the path of a text")
     if vocab_size is not None:
-        raise ValueError(f"--vocab-size is {vocab_size}, but {kind}:FILE has its own vocabulary: leave it out")
+        raise ValueError(
+            f"--vocab-size is {vocab_size}, but {kind}:FILE has its own vocabulary: "
+            "leave it out, or give a folder of sentences with labels"
+        )
     return read_text(file, "bytes" if kind == "bytes" else "characters", length, vocabulary)
 
 
 def _refuse_text_options(spec: str, length: int | None, vocab_size: int | None) -> None:
     for name, value in (("--length", length), ("--vocab-size", vocab_size)):
         if value is not None:
-            raise ValueError(f"{name} is {value}, but {spec} holds images: leave it out")
+            raise ValueError(f"{name} is {value}, but {spec} holds images: leave it out, or give text")
