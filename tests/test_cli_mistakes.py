@@ -1,5 +1,6 @@
 """Mistakes on the command line that are easily made: one line says what is wrong and how to mend it."""
 
+import pytest
 from test_cli import SMALL
 
 from petra.cli.main import main
@@ -35,6 +36,43 @@ def test_a_comparison_in_a_file(tmp_path, capsys):
 def test_a_comparison_that_is_resumed_without_its_options(tmp_path, capsys):
     error = said(capsys, "compare", "--resume", "--out", tmp_path)
     assert "--resume needs the options of the comparison" in error
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["train", *SMALL, "--epochs", "1", "--stages", "1", "--quiet", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_one_is_not_several(tmp_path, capsys):
+    once = ["--epochs", "1", "--warmup-epochs", "1", "--stages", "1"]
+    assert main(["train", *SMALL, *once, "--out", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr()
+    assert "1 epoch of warm-up for 1 of training" in shown.err
+    assert "on 1 stage (" in shown.out
+
+
+def test_what_has_been_trained_already_cannot_be_measured(trained, capsys):
+    before = {path.name for path in trained.iterdir()}
+    error = said(capsys, "fidelity", "--resume", "--device", "cpu", "--out", trained)
+    assert "has ended without a measurement: give --overwrite" in error
+    assert {path.name for path in trained.iterdir()} == before
+
+
+def test_where_figures_are_drawn(trained, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["plot", str(trained), "--out", str(tmp_path / "new" / "one.png")]) == 0
+    assert capsys.readouterr().out.startswith("1 run in ")
+    assert (tmp_path / "new" / "one.png").exists()
+    assert "which is a folder: give a file" in said(capsys, "plot", trained, "--out", tmp_path)
+    assert "give a name that ends in .png" in said(capsys, "plot", trained, "--out", tmp_path / "one.pdf")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_plan_is_not_made_for_a_file_that_cannot_be_written(tmp_path, capsys):
+    error = said(capsys, "plan", "--model", "revnet18", "--ranks", "2", "--json", tmp_path)
+    assert "which is a folder: give a file" in error
 
 
 def test_options_that_a_recipe_brings_cannot_be_left_out(tmp_path, capsys):

@@ -15,7 +15,7 @@ from petra.measure import Fidelity, Measurement
 from petra.measure.likeness import summarise, table
 from petra.measure.likeness_figure import draw
 from petra.training import checkpoint
-from petra.training.files import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, refuse_to_overwrite
+from petra.training.files import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, SUMMARY, refuse_to_overwrite
 from petra.training.run import Run
 from petra.training.weights import check_weights
 
@@ -52,6 +52,8 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"{processes()} processes were started: gradients are compared in one process")
     if not (options.resume or options.overwrite):
         refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+    if options.resume and (folder / SUMMARY).exists() and not (folder / FIDELITY).exists():
+        raise ValueError(f"the run in {folder} has ended without a measurement: give --overwrite to train it anew")
     if not options.resume:
         check_weights(config.weights, folder)
     refuse_capture(options)

@@ -17,6 +17,7 @@ from petra.measure import Plan, environment
 from petra.methods import METHODS
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
+from petra.training.files import refuse_folder
 
 
 def add_to(commands: Any) -> None:
@@ -71,6 +72,8 @@ def image_shape(text: str) -> tuple[int, int, int]:
 def run(options: argparse.Namespace) -> None:
     """Plan on real processes, and print what came out."""
     case = Case.of(options)
+    if options.json is not None:
+        refuse_folder("--json", options.json)
     if case.ranks > cores():
         print(
             f"petra plan: {case.ranks} ranks share {cores()} cores, so they wait for cores too: "

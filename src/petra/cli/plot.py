@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from petra.measure.run_figure import Curves, check_plots, draw_runs
-from petra.training.files import FIDELITY, METRICS
+from petra.names import counted
+from petra.training.files import FIDELITY, METRICS, refuse_folder
 
 
 def add_to(commands: Any) -> None:
@@ -27,10 +28,14 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Draw what the folders hold."""
+    refuse_folder("--out", options.out)
+    if options.out.suffix.lower() not in ("", ".png"):
+        raise ValueError(f"--out is {options.out}, but figures are PNG: give a name that ends in .png")
     found = [read(folder) for folder in options.folders]
     check_plots()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     draw_runs(found, options.out)
-    print(f"{len(options.folders)} runs in {options.out}")
+    print(f"{counted(len(options.folders), 'run')} in {options.out}")
 
 
 def read(folder: Path, name: str | None = None) -> Curves:

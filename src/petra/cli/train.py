@@ -19,6 +19,7 @@ from petra.cli.options import (
     whole_numbers,
 )
 from petra.execution.job import Spoken, join, processes
+from petra.names import counted
 from petra.tables import mebibytes
 from petra.training.config import RunConfig
 from petra.training.faults import Fault, fail_at
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         corrected = "".join(f" + {name}" for name in summary.get("corrections", []))
         on += f" in {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
         print(
-            f"{summary['method']}{corrected} on {len(summary['stages'])} stages{on} ({summary['order']}): "
+            f"{summary['method']}{corrected} on {counted(len(summary['stages']), 'stage')}{on} ({summary['order']}): "
             f"test accuracy {summary['test_accuracy']:.2%} (best {summary['best_test_accuracy']:.2%} "
             f"in epoch {summary['best_epoch']}), test loss {summary['test_loss']:.4f}, "
             f"{summary['samples_per_second']:.0f} samples/s, "

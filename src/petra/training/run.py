@@ -13,6 +13,7 @@ import torch
 from petra.execution import Alone, CapturedExecutor, Diverged, Finished, Transport, run_together
 from petra.execution.job import job_name
 from petra.measure import MemoryProbe, Timeline
+from petra.names import counted
 from petra.training import checkpoint
 from petra.training.config import RunConfig
 from petra.training.data import Batches, Data, fingerprint
@@ -115,7 +116,7 @@ class Run:
         if self._beginning is not None:
             self.progress.say(self._beginning)
         if 0 < config.epochs <= config.warmup_epochs:
-            warm = f"{config.warmup_epochs:g} epochs of warm-up for {config.epochs} of training"
+            warm = f"{counted(config.warmup_epochs, 'epoch')} of warm-up for {config.epochs} of training"
             self.progress.say(f"{warm}: the learning rate never gets to its full value (--warmup-epochs)")
         self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
 
