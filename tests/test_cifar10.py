@@ -275,3 +275,20 @@ def test_a_job_that_diverged_has_not_failed(tmp_path):
     said = "x is not finite after micro-batch 3: so"
     outcome = jobs.carry_out([job(tmp_path, "lost", f"print('{said}')\nraise SystemExit(1)")], at_once=1)
     assert outcome == jobs.Outcome(diverged={"lost": said})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--smoke", "--jobs", "0"], "--jobs is 0: give 1 or more"),
+        (["--smoke", "--only", "resnet18", "none*"], "no training of table2 is called resnet18 or none*"),
+        (["--data", "no/such/folder"], "--data is no/such/folder, which is no folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "table2", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
+    assert words in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

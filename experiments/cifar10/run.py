@@ -62,6 +62,12 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         given.results = given.out / "results"
     elif given.data is None and not (given.list or given.summarise):
         parser.error("--data is missing: give the folder of CIFAR-10")
+    elif given.data is not None and not Path(given.data).is_dir():
+        parser.error(f"--data is {given.data}, which is no folder: give that of CIFAR-10")
+    if given.jobs < 1:
+        parser.error(f"--jobs is {given.jobs}: give 1 or more")
+    if not selected(given):
+        parser.error(f"no training of {', '.join(given.plans)} is called {' or '.join(given.only)}: see --list")
     return given, arguments[split + 1 :]
 
 
