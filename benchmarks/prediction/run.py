@@ -85,13 +85,18 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, metavar="UPDATES", help="between guesses (default 10)")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     options = parser.parse_args()
-    config = RunConfig.from_options(options.recipe, {**given(options), "method": "backprop", "stages": 1})
-    device = set_up_device(options)
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Path(folder) / "run", device=device, quiet=options.quiet, capture=False)
-        guesses = Guesses(run.trainer.stages[0], options.guesses, options.delays, options.every)
+        try:
+            config = RunConfig.from_options(options.recipe, {**given(options), "method": "backprop", "stages": 1})
+            device = set_up_device(options)
+            run = Run(config, Path(folder) / "run", device=device, quiet=options.quiet, capture=False)
+            guesses = Guesses(run.trainer.stages[0], options.guesses, options.delays, options.every)
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
         run.trainer.executor.observers.append(guesses)
         summary = run()
+    if not all(guesses.best[delay] for delay in options.delays):
+        parser.error(f"there were fewer updates than a guess and {max(options.delays)} after it: give more --epochs")
     result = report(guesses, options.delays)
     result |= {"config": {**config.to_json(), "data": Path(config.data).name}, "environment": environment(device)}
     result["test_accuracy"] = summary["test_accuracy"]

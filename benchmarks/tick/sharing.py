@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, help="of networks (default: their own)")
     parser.add_argument("--autocast", choices=("bf16",))
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU; nothing is kept")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "sharing.json")
     given = parser.parse_args()
     if given.smoke:
@@ -104,8 +104,9 @@ def main() -> None:
                 print(*table[-1], flush=True)
                 shown = {name: v for name, v in vars(given).items() if name != "out"}
                 result = {"options": shown, "environment": environment(given.device), "rows": rows}
-                given.out.parent.mkdir(parents=True, exist_ok=True)
-                given.out.write_text(json.dumps(result, indent=2) + "\n")
+                if not given.smoke:
+                    given.out.parent.mkdir(parents=True, exist_ok=True)
+                    given.out.write_text(json.dumps(result, indent=2) + "\n")
     print(render(["case", "as", "trainings", "images/s of all"], table, left=2))
 
 

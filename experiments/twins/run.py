@@ -6,7 +6,7 @@
 
 Trains the reversible network with reversible backprop and its twin with backprop, prints test accuracy and loss of the
 last and of the best epoch, and writes them into results/ beside this file. Options that are not listed here are those
-of `petra train`. A run that was interrupted goes on, and one that is done is read.
+of `petra train`. A run that was interrupted goes on, one that is done is read, and one with other options is refused.
 """
 
 import argparse
@@ -27,11 +27,10 @@ PAIRS = {
 
 
 def train(recipe: str, model: str, method: str, seed: int, folder: Path, given: list[str]) -> dict[str, Any]:
-    """What one training came to; a run that is there already is continued, or read if it is done."""
+    """What one training came to; a run that is there already is continued, which refuses other options."""
     there = ["--resume"] if (folder / "checkpoint").exists() else []
     arguments = ["--recipe", recipe, "--model", model, "--method", method, "--stages", "1", "--seed", str(seed)]
-    done = (folder / "summary.json").exists()
-    if not done and petra(["train", *arguments, *given, "--out", str(folder), *there]):
+    if petra(["train", *arguments, *given, "--out", str(folder), *there]):
         raise SystemExit(1)
     summary = json.loads((folder / "summary.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
