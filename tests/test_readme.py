@@ -29,6 +29,14 @@ def test_the_code_on_reversible_networks_works():
     exec(compile(block, "docs/reversible.md", "exec"), {})
 
 
+def test_the_code_on_trainers_works(tmp_path, monkeypatch, capsys):
+    guide = (Path(__file__).parents[1] / "docs" / "trainer.md").read_text()
+    block = re.search(r"```python\n(.*?)```", guide, flags=re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/trainer.md", "exec"), {})
+    assert "Evaluation(loss=" in capsys.readouterr().out
+
+
 def test_there_are_two_blocks_and_the_first_is_short():
     assert len(BLOCKS) == 2
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 11
