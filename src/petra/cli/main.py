@@ -26,8 +26,9 @@ class _Command(_Parser):
         """Refuse what is not known here, for the parser of all commands would point to its own help."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            close = get_close_matches(rest[0].partition("=")[0], self._option_string_actions, n=1)
-            hint = f": did you mean {close[0]}?" if close else ""
+            known = [name.lstrip("-") for name in self._option_string_actions]
+            close = get_close_matches(rest[0].partition("=")[0].lstrip("-"), known, n=1, cutoff=0.75)
+            hint = f": did you mean --{close[0]}?" if close else ""
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return found, rest
 
