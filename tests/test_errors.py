@@ -218,6 +218,30 @@ class TestErrors:
         with pytest.raises(ValueError, match=message):
             make(mixed_network(), **options).step(torch.randn(3, 2, 4, 4), torch.zeros(3, dtype=torch.long))
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"order": 3}, "order is 3: give a name, or the number in flight of each stage"),
+            ({"corrections": [3]}, "3 is no correction: give a name like predict, or an object of petra.corrections"),
+            ({"message_dtype": "bf16"}, "message_dtype is 'bf16': give a dtype like torch.bfloat16"),
+            ({"clip_norm": "1"}, "clip_norm is '1': give a positive norm"),
+        ],
+    )
+    def test_kinds_that_would_fail_later_or_without_a_word(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            make(reversible_network(3), stages=3, **options)
+
+    def test_states_that_are_none_of_a_trainer(self):
+        trainer = make(reversible_network(3), stages=3)
+        for state in ({}, trainer.network.state_dict()):
+            for load in (trainer.load_state_dict, trainer.load_drained):
+                with pytest.raises(ValueError, match=r"give what state_dict\(\) of a Trainer has returned"):
+                    load(state)
+
+    def test_couplings_that_are_none(self):
+        with pytest.raises(ValueError, match=r"coupling is 'exact': give a class like petra.FixedPoint"):
+            Network(*reversible_network(3)).use_coupling("exact")
+
     def test_inputs_that_are_no_tensors(self):
         inputs, targets = torch.randn(3, 2, 4, 4), torch.zeros(3, dtype=torch.long)
         with pytest.raises(ValueError, match="a ndarray where streams should be: give a tensor"):

@@ -115,6 +115,11 @@ def test_folders_without_a_run(tmp_path, digits):
         petra.load(digits / "weights.safetensors")
 
 
+def test_a_gpu_that_is_not_there(digits):
+    with pytest.raises(ValueError, match="device is cuda:99, but that GPU is not here"):
+        petra.load(digits, device="cuda:99")
+
+
 def test_a_run_of_an_earlier_version_gets_its_file_by_resuming_it(digits):
     (digits / "network.json").rename(digits / "kept.json")
     with refused("network.json is not there", f"`petra train --resume --out {digits}` writes it anew"):

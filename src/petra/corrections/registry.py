@@ -42,7 +42,13 @@ def find(text: str) -> Correction:
 
 def choose(asked: Iterable[str | Correction]) -> list[Correction]:
     """Corrections in the order of their names; raises ValueError if they do not go together."""
-    chosen = sorted((find(c) if isinstance(c, str) else c for c in asked), key=lambda c: c.name)
+    found = [find(c) if isinstance(c, str) else c for c in asked]
+    for correction in found:
+        if not isinstance(correction, Correction):
+            raise ValueError(
+                f"{correction!r} is no correction: give a name like predict, or an object of petra.corrections"
+            )
+    chosen = sorted(found, key=lambda c: c.name)
     names = [c.name for c in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{twice[0]} is given more than once: give it once")

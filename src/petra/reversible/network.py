@@ -38,6 +38,8 @@ class Network(nn.Sequential):
 
     def use_coupling(self, coupling: type[TwoStream]) -> Self:
         """Couple the streams of all reversible blocks in another way, for example exactly with `petra.FixedPoint`."""
+        if not callable(coupling):
+            raise ValueError(f"coupling is {coupling!r}: give a class like petra.FixedPoint or petra.Additive")
         for layer in self.modules():
             if isinstance(layer, ReversibleBlock | ReversibleResidual):
                 layer.coupling = coupling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 
 from petra.methods import Method
 from petra.names import unknown
@@ -28,6 +29,8 @@ def choose_order(method: Method, stages: int, accumulate: int, order: str | Sequ
         if order not in ORDERS:
             raise unknown("order", order, ORDERS)
         return ORDERS[order](stages, accumulate)
+    if isinstance(order, Real):
+        raise ValueError(f"order is {order!r}: give a name, or the number in flight of each stage, like [3, 2, 1, 0]")
     if len(order) != stages:
         raise ValueError(f"order has {len(order)} numbers for {stages} stages: give one for each stage")
     return Pipelined(order, accumulate, "in-flight")

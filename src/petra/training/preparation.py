@@ -50,13 +50,7 @@ def check_batch(inputs: Streams, targets: Any, microbatch: int) -> None:
 
 
 def check_parts(
-    loss: object,
-    optimizer: object,
-    scheduler: object,
-    accumulate: object,
-    autocast: object,
-    message_dtype: object,
-    device: torch.device,
+    loss: object, optimizer: object, scheduler: object, accumulate: object, dtypes: Mapping[str, object]
 ) -> None:
     """Raise ValueError for the first thing that is not of the kind a trainer needs."""
     if not callable(loss):
@@ -72,9 +66,13 @@ def check_parts(
             )
     if not isinstance(accumulate, Integral):
         raise ValueError(f"accumulate is {accumulate!r}: give a whole number of micro-batches per update")
-    for name, dtype in (("autocast", autocast), ("message_dtype", message_dtype)):
+    for name, dtype in dtypes.items():
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"{name} is {dtype!r}: give a dtype like torch.bfloat16, or None for float32")
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError for a GPU that is not there."""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {device}, but that GPU is not here: give cpu or another")
 

@@ -35,6 +35,15 @@ def moved(state: Any, device: torch.device) -> Any:
         return tree_map_only(Tensor, lambda t: t.to(device, copy=True), state)
 
 
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raise ValueError for what is no state of a trainer, but of its network, say."""
+    if not {"layout", "executor", "stages"} <= state.keys():
+        raise ValueError(
+            f"the state has {', '.join(list(state)[:3]) or 'nothing'}, not layout, executor and stages: "
+            "give what state_dict() of a Trainer has returned"
+        )
+
+
 def check_network(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise RuntimeError unless ``saved`` has all weights of ``own``, in their shapes."""
     if missing := set(own) - set(saved):

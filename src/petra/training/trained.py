@@ -15,6 +15,7 @@ from petra.training.config import RunConfig
 from petra.training.data import Data, ImageData, SentenceData
 from petra.training.files import CONFIG, NETWORK, SUMMARY, VOCABULARY, WEIGHTS, refuse_unfinished
 from petra.training.fitting import check_options, network_arguments, usual_arguments
+from petra.training.preparation import check_device
 from petra.training.summary import read_summary
 from petra.training.trainer import weights_hash
 from petra.training.weights import check_names, other_shapes, read_weights
@@ -79,6 +80,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
     """
     folder = Path(path).expanduser()
     refuse_unfinished(folder)
+    check_device(torch.device(device))
     blueprint, weights = Blueprint.read(folder), read_weights(folder / WEIGHTS)
     with torch.random.fork_rng(devices=[]):  # what is drawn is replaced at once, and is nobody's business
         network = blueprint.network()

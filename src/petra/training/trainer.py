@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from petra.training.orders import choose_order
 from petra.training.preparation import (
     SchedulerFactory,
     check_batch,
+    check_device,
     check_network,
     check_parts,
     choose_corrections,
@@ -112,10 +114,11 @@ class Trainer:
         capture: bool | None = None,
     ) -> None:
         check_network(network)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm is {clip_norm}: give a positive norm, or None for no clipping")
+        if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
+            raise ValueError(f"clip_norm is {clip_norm!r}: give a positive norm, or None for no clipping")
         self.device = torch.device(device) if device is not None else device_of(network)
-        check_parts(loss, optimizer, scheduler, accumulate, autocast, message_dtype, self.device)
+        check_parts(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "message_dtype": message_dtype})
+        check_device(self.device)
         self.method = methods.find(method) if isinstance(method, str) else method
         cuts = partition(len(network), stages)
         self.order = choose_order(self.method, len(cuts), accumulate, order)
@@ -277,6 +280,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, with the same layout; ranks may have changed."""
+        states.check_state(state)
         for name, value in self.layout.items():
             if state["layout"].get(name) != value:
                 raise ValueError(
@@ -301,6 +305,7 @@ class Trainer:
 
     def load_drained(self, state: dict[str, Any]) -> None:
         """Continue from the whole state of a trainer with other stages or replicas in which nothing is in flight."""
+        states.check_state(state)
         if state["executor"]["fed"]:
             raise ValueError("micro-batches are in flight in this state: drain the trainer before it is taken")
         saved = [one["weights"] for one in state["stages"].values()]
