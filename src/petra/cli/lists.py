@@ -57,5 +57,5 @@ def list_models(options: argparse.Namespace) -> None:
 
 
 def list_recipes(options: argparse.Namespace) -> None:
-    """Each recipe with its settings."""
+    """Each recipe with what it is for."""
     print(render(["recipe", "what it does"], [[r.name, r.summary] for r in RECIPES.values()], left=2))

@@ -194,7 +194,8 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
 
 def add_device_options(where: Any) -> None:
     """Where to compute; `set_up_device` reads them."""
-    where.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    where.add_argument("--device", default=usual, help="default: a GPU if there is one, so here %(default)s")
     where.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
 
