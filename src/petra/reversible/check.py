@@ -69,6 +69,8 @@ def check_invertible(
         start = random_state(device)
         reversible = _gradients(run, streams, named)
         restore_random_state(device, start)
+        # Under autocast, older PyTorch would go on with the casts of the weights that were made without gradients.
+        torch.clear_autocast_cache()
         with plain_autograd():
             plain = _gradients(run, streams, named)
     return Invertibility(
