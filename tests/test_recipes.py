@@ -1,12 +1,14 @@
 import argparse
 import json
+import shlex
 
 import pytest
 import torch
 from torch import nn
 
 from petra import models
-from petra.cli.options import add_run_options
+from petra.cli.main import build_parser, main
+from petra.cli.options import add_run_options, spelled
 from petra.cli.options import given as read
 from petra.training.config import RunConfig
 from petra.training.curves import LearningRateCurve
@@ -52,6 +54,25 @@ def test_recipes_are_valid(name):
     config = RunConfig.from_options(name, {"data": "digits"})
     config.validate()
     assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_recipe_stands_for(name, capsys):
+    """The command that is shown does the same."""
+    assert main(["recipes", name]) == 0
+    shown = shlex.split(capsys.readouterr().out.partition("\n\n")[2].replace("\\\n", " "))
+    assert shown[:2] == ["petra", "train"]
+    options = {"data": "digits", **read(build_parser().parse_args(shown[1:]))}
+    assert RunConfig.from_options(None, options) == RunConfig.from_options(name, {"data": "digits"})
+
+
+def test_any_options_are_spelled():
+    options = {
+        **{"exact": True, "drop_last": False, "corrections": ("predict", "shrink:0.9"), "order": [4, 2, 0]},
+        **{"lr": 1 / 3, "beta2": 0.98, "drops": (0.5, 1 / 3)},
+        "model_options": {"depths": [2], "window": 4, "fuse": "mlp", "rates": [0.1, 0.2]},
+    }
+    assert read(build_parser().parse_args(["train", *spelled(options)])) == options
 
 
 def test_recipe_of_the_paper():

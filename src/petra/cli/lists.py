@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
+import textwrap
 from typing import Any
 
 import torch
 
 from petra import models
+from petra.cli.options import spelled
 from petra.corrections import CORRECTIONS
 from petra.methods import METHODS
 from petra.tables import render
 from petra.training.fitting import accepted, task
-from petra.training.recipes import RECIPES
+from petra.training.recipes import RECIPES, find
 
 
 def add_to(commands: Any) -> None:
@@ -21,9 +25,15 @@ def add_to(commands: Any) -> None:
         ("methods", "list the training methods", list_methods),
         ("corrections", "list what can be done about staleness", list_corrections),
         ("models", "list the networks", list_models),
-        ("recipes", "list the recipes", list_recipes),
     ):
         commands.add_parser(name, help=text, description=text.capitalize() + ".").set_defaults(run=run)
+    recipes = commands.add_parser(
+        "recipes",
+        help="list the recipes, or show what one stands for",
+        description="Lists the recipes, or shows the options that one stands for.",
+    )
+    recipes.add_argument("name", nargs="?", metavar="NAME", help="of the recipe to show")
+    recipes.set_defaults(run=show_recipes)
 
 
 def list_methods(options: argparse.Namespace) -> None:
@@ -56,6 +66,13 @@ def list_models(options: argparse.Namespace) -> None:
     print("\nSizes of networks for images are with ImageNet's 1000 classes, of those for CIFAR with 10.")
 
 
-def list_recipes(options: argparse.Namespace) -> None:
-    """Each recipe with what it is for."""
+def show_recipes(options: argparse.Namespace) -> None:
+    """Each recipe with what it is for, or the command that one stands for."""
+    if options.name is not None:
+        recipe = find(options.name)
+        command = shlex.join(["petra", "train", *spelled(recipe.options)])
+        whole = re.sub(" (?!--)", "\0", command)  # an option stays with its value
+        lines = textwrap.wrap(whole, 100, break_long_words=False, break_on_hyphens=False)
+        print(f"{recipe.summary}\n\n    " + " \\\n        ".join(lines).replace("\0", " "))
+        return
     print(render(["recipe", "what it does"], [[r.name, r.summary] for r in RECIPES.values()], left=2))

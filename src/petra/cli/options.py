@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,27 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     if model := model_options(options):
         result["model_options"] = model
     return result
+
+
+def spelled(options: Mapping[str, Any]) -> list[str]:
+    """Options of a `RunConfig` as words of a command line, of which `given` makes the same again."""
+    words = []
+    for name, value in [(n, v) for n, v in options.items() if n != "model_options"]:
+        flag = "--correct" if name == "corrections" else f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, _text(value)]
+    for name, value in options.get("model_options", {}).items():
+        words += [f"--{name}", _text(value)] if name in _MODEL else ["--set", f"{name}={_text(value)}"]
+    return words
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(_text(part) for part in value)
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    return short if not isinstance(value, float) or float(short) == value else repr(value)
 
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
