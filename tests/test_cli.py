@@ -193,8 +193,7 @@ def test_compare(tmp_path, capsys):
         "--epochs",
         "1",
         "--methods",
-        "backprop",
-        "petra",
+        "backprop,petra",
         "--order",
         "lock-step",
     ]

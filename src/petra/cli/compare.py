@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
             "--resume needs the options of the comparison, for each method is held against them: "
             "give --recipe or --model and the others as before"
         )
-    names = list(dict.fromkeys(options.methods))
+    names = list(dict.fromkeys(name for text in options.methods for name in text.split(",")))
     configs = []
     for name in names:
         method = methods.find(name)

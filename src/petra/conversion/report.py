@@ -37,6 +37,8 @@ class ConversionReport:
     """Of the whole network."""
 
     def __str__(self) -> str:
+        if not self.runs:
+            return "nothing here is reversible by a conversion: give the network that make_reversible has returned"
         share = sum(run.parameters for run in self.runs) / max(self.parameters, 1)
         lines = [f"{len(self.runs)} reversible run(s), {share:.0%} of {self.parameters:,} parameters"]
         lines += [f"  {run}" for run in self.runs]
