@@ -15,7 +15,7 @@ from test_cli import SMALL
 from test_ranks import run_ranks
 from test_recut import make as make_run
 from torch import nn
-from trainers import make
+from trainers import make, same_weights
 
 from petra.cli.main import main
 from petra.execution import run_together
@@ -169,6 +169,24 @@ def test_differences_follow_their_parameters_to_another_cut(stages):
     new.drain()
     new.load_drained(old.state_dict())  # and once more, over what is there
     assert all(torch.equal(value, known[name]) for name, value in deltas(new).items())
+
+
+def test_a_drained_stage_goes_on_counting_its_own_updates():
+    """Those of Features Replay begin with updates with nothing, the first with most of them."""
+    data = list(batches(12))
+    trainers = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        trainers.append(make(mixed_network(), method="features-replay", stages=4, corrections=["reschedule:20"]))
+    for x, y in data[:6]:
+        trainers[0].step(x, y)
+    trainers[0].drain()
+    trainers[1].load_drained(trainers[0].state_dict())
+    for trainer in trainers:
+        for x, y in data[6:]:
+            trainer.step(x, y)
+        trainer.drain()
+    assert same_weights(trainers[0].network, trainers[1].network)
 
 
 def test_inertia_finds_the_momentum_of_the_moment_at_another_cut():

@@ -107,6 +107,18 @@ def test_containers_of_targets_and_schedulers_stay_what_they_are():
     trainer.drain()
 
 
+def test_numbers_of_an_optimizer_keep_their_dtype():
+    """Some are float32 whatever the parameters are, and PyTorch would load them in the dtype of these."""
+    data = list(batches(8, dtype=torch.float64))
+    trainers = [make(network().double(), stages=2, optimizer=lambda p: NAdam(p, 0.01)) for _ in range(2)]
+    train(trainers[0], data[:4])
+    trainers[1].load_state_dict(trainers[0].state_dict())
+    for trainer in trainers:
+        train(trainer, data[4:])
+        trainer.drain()
+    assert same_weights(trainers[0].network, trainers[1].network)
+
+
 def test_groups_without_parameters_can_be_resumed():
     data = list(batches(9))
     trainers = [make(network(), optimizer=by_decay, stages=4, scheduler=lambda o: ExponentialLR(o, 0.9)) for _ in "ab"]

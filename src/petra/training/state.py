@@ -121,7 +121,9 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
     """Take up copies of states of stages that were cut differently, and drained, so that nothing is in flight."""
     saved = list(saved)
     device = stage.chain.settings.device
-    stage.updates = max(state["updates"] for state in saved)
+    held = {names[p] for p in stage.parameters}
+    before = [state for state in saved if held & state["network"].keys()]
+    stage.updates = max(state["updates"] for state in before or saved)
     stage.load_in_flight({"kept": {}, "gradients": [None] * len(stage.parameters), "accumulated": 0})
     if stage.stash is not None:
         stage.stash.load_state_dict({"version": stage.updates, "needed": {}, "copies": {}})
@@ -190,6 +192,11 @@ def _load_optimizer(
         if name in states
     }
     optimizer.load_state_dict({"state": found, "param_groups": groups})
+    # PyTorch gives all but the count of steps the dtype of the parameter; NAdam's product of momenta has its own.
+    for number, parameter in enumerate(parameters.values()):
+        for key, value in found.get(number, {}).items():
+            if isinstance(value, Tensor) and value.dtype != (loaded := optimizer.state[parameter][key]).dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
 
 
 def _counted_here(state: dict[str, Any]) -> dict[str, Any]:
