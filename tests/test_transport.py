@@ -276,6 +276,31 @@ def test_a_gradient_that_is_missing_now_and_then_is_refused():
         run_together(work, ranks=2)
 
 
+def test_what_one_rank_refuses_is_refused_by_all():
+    """Else the others would go on, and wait for it."""
+
+    def adamw(parameters):
+        return torch.optim.AdamW(parameters, 1e-3)
+
+    def trainer(transport, frozen, **options):
+        torch.manual_seed(0)
+        network = mixed_network()
+        network[:3].requires_grad_(not frozen)
+        return make(network, stages=2, transport=transport, **options)
+
+    def work(transport):
+        with pytest.raises(ValueError, match="spike has a meaning for SGD with momentum, not for AdamW"):
+            trainer(transport, True, optimizer=adamw, corrections=["spike"])  # rank 0 has nothing to correct
+        state = trainer(transport, True).state_dict()
+        with pytest.raises(ValueError, match=r"0\.body.* was not trained when the checkpoint was written"):
+            trainer(transport, False).load_state_dict(state)
+        damaged = {**state, "stages": {} if transport.place.rank else state["stages"]}
+        with pytest.raises((KeyError, RuntimeError), match="1"):
+            trainer(transport, True).load_state_dict(damaged)
+
+    run_together(work, 2)
+
+
 def test_ranks_that_differ_are_named_with_what_differs():
     def work(transport):
         make(mixed_network(), transport=transport, stages=2, accumulate=1 + transport.place.rank)

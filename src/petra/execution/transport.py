@@ -119,6 +119,20 @@ class Transport(ABC):
                         "start every rank with the same network, weights and options"
                     )
 
+    @contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """What one process raises inside, all of them raise in the same words, so that none goes on without it."""
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        said = self.gather(None if own is None else [isinstance(own, ValueError), str(own)])
+        if own is not None:
+            raise own
+        for expected, text in filter(None, said):
+            raise ValueError(text) if expected else RuntimeError(text)
+
     def places(self) -> list[Place]:
         """Those of all processes, in order."""
         ranks, replicas = self.place.ranks, self.place.replicas

@@ -159,28 +159,29 @@ class Trainer:
         settings = Settings(self.device, seed, autocast, place.replica)
         chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
         made: list[Stage] = []
-        for index, chain in enumerate(chains):
-            owned_here = self.placement[index] == place.rank
-            for layer in chain.layers:
-                layer.to(self.device if owned_here else "meta")  # another rank holds its weights
-            if owned_here:
-                own = make_optimizer(optimizer, chain.parameters())
-                stage = Stage(
-                    index,
-                    len(cuts),
-                    chain,
-                    self.method,
-                    own,
-                    scheduler=make_scheduler(scheduler, own),
-                    loss=loss if index == len(cuts) - 1 else None,
-                    clip_norm=clip_norm,
-                    sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
-                    message_dtype=message_dtype,
-                    average=transport.average if place.replicas > 1 else None,
-                    corrected=make_corrected(self.corrections, chain.parameters(), own, self.order, index),
-                    synthesizer=self.method.synthesizer(chain) if index < len(cuts) - 1 else None,
-                )
-                made.append(stage)
+        with transport.refusing_together():
+            for index, chain in enumerate(chains):
+                owned_here = self.placement[index] == place.rank
+                for layer in chain.layers:
+                    layer.to(self.device if owned_here else "meta")  # another rank holds its weights
+                if owned_here:
+                    own = make_optimizer(optimizer, chain.parameters())
+                    stage = Stage(
+                        index,
+                        len(cuts),
+                        chain,
+                        self.method,
+                        own,
+                        scheduler=make_scheduler(scheduler, own),
+                        loss=loss if index == len(cuts) - 1 else None,
+                        clip_norm=clip_norm,
+                        sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
+                        message_dtype=message_dtype,
+                        average=transport.average if place.replicas > 1 else None,
+                        corrected=make_corrected(self.corrections, chain.parameters(), own, self.order, index),
+                        synthesizer=self.method.synthesizer(chain) if index < len(cuts) - 1 else None,
+                    )
+                    made.append(stage)
         if place.ranks == 1:
             self.executor = (
                 LocalExecutor(made, self.order) if recorder is None else CapturedExecutor(made, self.order, recorder)
@@ -280,18 +281,19 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, with the same layout; ranks may have changed."""
-        states.check_state(state)
-        for name, value in self.layout.items():
-            if state["layout"].get(name) != value:
-                raise ValueError(
-                    f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
-                    f"use the same {name} to resume it, or load_drained with a state that was taken after drain()"
-                )
-        networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
-        for stage in self.stages:  # before anything is changed
-            weights = state["stages"][stage.index]["weights"]
-            states.check_network(networks[stage.index], weights["network"])
-            states.check_weights(stage, [weights], self._names)
+        with self.transport.refusing_together():  # before anything is changed
+            states.check_state(state)
+            for name, value in self.layout.items():
+                if state["layout"].get(name) != value:
+                    raise ValueError(
+                        f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
+                        f"use the same {name} to resume it, or load_drained with a state that was taken after drain()"
+                    )
+            networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            for stage in self.stages:
+                weights = state["stages"][stage.index]["weights"]
+                states.check_network(networks[stage.index], weights["network"])
+                states.check_weights(stage, [weights], self._names)
         flights = {}
         for stage in self.stages:
             saved = state["stages"][stage.index]
@@ -305,15 +307,16 @@ class Trainer:
 
     def load_drained(self, state: dict[str, Any]) -> None:
         """Continue from the whole state of a trainer with other stages or replicas in which nothing is in flight."""
-        states.check_state(state)
-        if state["executor"]["fed"]:
-            raise ValueError("micro-batches are in flight in this state: drain the trainer before it is taken")
-        saved = [one["weights"] for one in state["stages"].values()]
-        network = {name: value for one in saved for name, value in one["network"].items()}
-        networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
-        for stage in self.stages:
-            states.check_network(networks[stage.index], network)
-            states.check_weights(stage, saved, self._names)
+        with self.transport.refusing_together():
+            states.check_state(state)
+            if state["executor"]["fed"]:
+                raise ValueError("micro-batches are in flight in this state: drain the trainer before it is taken")
+            saved = [one["weights"] for one in state["stages"].values()]
+            network = {name: value for one in saved for name, value in one["network"].items()}
+            networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            for stage in self.stages:
+                states.check_network(networks[stage.index], network)
+                states.check_weights(stage, saved, self._names)
         for stage in self.stages:
             states.load_network(self.network, networks[stage.index], network)
             states.load_drained(stage, saved, self._names)
