@@ -119,8 +119,10 @@ def test_a_checkpoint_in_flight_goes_on_exactly_with_any_number_of_ranks(half_wa
 
 
 def test_replicas_can_change(tmp_path):
+    size = 63  # of which one replica has a sample more
+
     def half(transport):
-        run = make(tmp_path / "run", transport, replicas=2)
+        run = make(tmp_path / "run", transport, replicas=2, batch_size=size)
         run._epoch(threading.Event())
         assert run.trainer.executor.in_flight
         run.trainer.drain()
@@ -129,16 +131,16 @@ def test_replicas_can_change(tmp_path):
         return found
 
     def half_again(transport):
-        run = make(tmp_path / "run", transport, resume=True, replicas=2)
+        run = make(tmp_path / "run", transport, resume=True, replicas=2, batch_size=size)
         run.trainer.drain()
         found = evaluated(run)
         run.close()
         return found
 
     first = run_together(half, 2, 2)[0]
-    second = run_together(half_again, 1, 2)[0]  # in flight, on other ranks
-    assert first == second
-    run = make(tmp_path / "run", resume=True, replicas=1)
+    for ranks in (1, 4):  # in flight, on other ranks
+        assert run_together(half_again, ranks, 2)[0] == first
+    run = make(tmp_path / "run", resume=True, replicas=1, batch_size=size)
     found = evaluated(run)
     assert found.accuracy == first.accuracy
     assert found.loss == pytest.approx(first.loss)

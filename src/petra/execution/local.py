@@ -220,20 +220,24 @@ class LocalExecutor:
     def state_dict(self) -> dict[str, Any]:
         """Where in the schedule the executor is."""
         self._refuse_if_halted()
-        shapes = {m: [(tuple(shape), dtype) for shape, dtype in shapes] for m, shapes in self._shapes.items()}
-        return {"start": self._start, "fed": self._fed, "tick": self._tick, "shapes": shapes}
+        return {"start": self._start, "fed": self._fed, "tick": self._tick, "shapes": self._plain_shapes()}
+
+    def _plain_shapes(self) -> dict[int, list[tuple[tuple[int, ...], torch.dtype]]]:
+        return {m: [(tuple(shape), dtype) for shape, dtype in shapes] for m, shapes in self._shapes.items()}
 
     def waiting(self, stage: int) -> dict[str, Any]:
-        """The messages that wait for a stage; for the last one also the targets."""
+        """The messages that wait for a stage, and the shapes of inputs here; for the last one also the targets."""
         downs = {m: (d.streams, d.gradients) for m, d in self.downs[stage].items()}
         targets = dict(self.targets) if stage == self.order.stages - 1 else {}
-        return {"ups": dict(self.ups[stage]), "downs": downs, "targets": targets}
+        return {"ups": dict(self.ups[stage]), "downs": downs, "targets": targets, "shapes": self._plain_shapes()}
 
     def load_state_dict(self, state: dict[str, Any], waiting: Mapping[int, dict[str, Any]]) -> None:
         """Continue where ``state`` and ``waiting``, of each stage here, were taken; tensors are on the device."""
         self._halted = None
         self._start, self._fed, self._tick = state["start"], state["fed"], state["tick"]
-        self._shapes = {m: tuple((torch.Size(s), d) for s, d in shapes) for m, shapes in state["shapes"].items()}
+        # Shares of replicas may differ in size; older states have the shapes of one replica only.
+        saved = waiting[self.stages[0].index].get("shapes", state["shapes"])
+        self._shapes = {m: tuple((torch.Size(s), d) for s, d in shapes) for m, shapes in saved.items()}
         for stage in self.stages:
             messages = waiting[stage.index]
             self.ups[stage.index] = dict(messages["ups"])

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from petra.execution.envelope import Template, check_label, checksum, make_label, payload
+from petra.execution.envelope import BadMessage, Template, check_label, checksum, make_label, payload
 from petra.execution.transport import Arrival, Place, Transport, flat, spread
 from petra.schedule import Action, Deadlock
 
@@ -84,6 +84,8 @@ class ThreadTransport(Transport):
             message, channel[number - 1] = channel[number - 1], None
             assert message is not None
             check_label(message[0], label, checksum(message[1]))
+            if _kinds(message[1]) != _kinds(template):  # there would be no room for it
+                raise BadMessage(f"{self.place}: {_kinds(message[1])} has come in place of {_kinds(template)}")
             arrived = iter(message[1])
             return tuple(None if t is None else next(arrived) for t in template)
 
@@ -102,6 +104,11 @@ class ThreadTransport(Transport):
     @property
     def _index(self) -> int:
         return self.place.rank * self.place.replicas + self.place.replica
+
+
+def _kinds(tensors: Iterable[Tensor | None]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what travels."""
+    return [(tuple(t.shape), t.dtype) for t in tensors if t is not None]
 
 
 class _Together:
