@@ -208,10 +208,11 @@ def test_replicas_equal_one_pipeline_with_all_their_samples(method, uneven):
         assert {name for weights in found for name in weights} == set(expected)
 
 
-def test_replicas_keep_the_same_weights_and_statistics():
+@pytest.mark.parametrize("method", ["petra", "ddg"])  # which keeps graphs while statistics are averaged
+def test_replicas_keep_the_same_weights_and_statistics(method):
     def work(transport):
         torch.manual_seed(0)
-        trainer = make(mixed_network(), transport=transport, stages=2, seed=3)
+        trainer = make(mixed_network(), transport=transport, method=method, stages=2, seed=3)
         for x, y in batches(9):
             share = [t.tensor_split(2)[transport.place.replica] for t in (x, y)]
             trainer.step(*share, weight=2 * len(share[1]) / len(y))

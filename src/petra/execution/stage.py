@@ -264,7 +264,8 @@ class Stage:
         # A replica without a gradient takes part all the same; what none has a gradient for is left without.
         there = torch.tensor([p.grad is not None for p in trained], dtype=torch.float64)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in trained]
-        self.average([*gradients, *self.statistics(), there])
+        # Graphs that wait for their backward hold statistics too, but do not read them: they need not know of this.
+        self.average([*gradients, *(b.data for b in self.statistics()), there])
         for parameter, gradient, some in zip(trained, gradients, there.tolist(), strict=True):
             parameter.grad = gradient if some else None
 
