@@ -15,7 +15,7 @@ from petra import models
 from petra.cli.main import main
 from petra.cli.options import set_up_device
 from petra.execution import CapturedExecutor, run_together
-from petra.reversible.streams import channels_last, dense, laid_out_like
+from petra.reversible.streams import channels_last, laid_out_like, ordered
 from petra.training.data import Batches, load
 
 LAST = torch.channels_last
@@ -94,11 +94,6 @@ def test_streams_and_gradients_keep_the_layout(name, method):
             assert all(laid_out_like(x, p) is x for x in (p.grad, stage.optimizer.state[p]["momentum_buffer"]))
 
 
-def contiguous(x):
-    """As processes send it."""
-    return None if x is None else x.contiguous()
-
-
 class Scale(nn.Module):
     """The gradient of its weight is one number many times, and so has no layout of its own."""
 
@@ -123,8 +118,6 @@ def test_ranks_keep_the_layout():
     one = trained(network().to(memory_format=LAST), stages=4)
 
     def work(transport):
-        send = transport.send
-        transport.send = lambda to, label, tensors: send(to, label, [contiguous(x) for x in tensors])
         trainer = make(network().to(memory_format=LAST), optimizer=sgd, stages=4, transport=transport)
         seen = []
         take_up = trainer.executor._take_up
@@ -138,6 +131,60 @@ def test_ranks_keep_the_layout():
     found = {name: value for rank in run_together(work, ranks=2) for name, value in rank.items()}
     for name, value in one.network.state_dict().items():
         assert torch.equal(found[name], value)
+
+
+class Turned(nn.Module):
+    """Maps whose channels come last, as images whose channels lie last in memory."""
+
+    def forward(self, x):
+        return x.permute(0, 3, 1, 2)
+
+
+def watch(stage, seen):
+    """Note the strides of all messages to the stage."""
+    forward, backward = stage.forward, stage.backward
+
+    def see_up(microbatch, inputs):
+        seen[stage.index, microbatch, "up"] = [x.stride() for x in inputs]
+        return forward(microbatch, inputs)
+
+    def see_down(microbatch, message):
+        gradients = () if message is None else message.gradients
+        seen[stage.index, microbatch, "down"] = [x.stride() for x in gradients if x is not None]
+        return backward(microbatch, message)
+
+    stage.forward, stage.backward = see_up, see_down
+
+
+@pytest.mark.parametrize("weights_last", [False, True])
+@pytest.mark.parametrize("kind", ["one channel", "maps", "inputs", "one pixel"])
+def test_messages_lie_the_same_in_one_process_and_on_ranks(kind, weights_last):
+    """Whatever layout layers leave them in: kernels, and so the last bits, depend on it."""
+    channels = 1 if kind == "one channel" else 3
+
+    def layouts(transport=None):
+        torch.manual_seed(0)
+        size = 6 if kind == "one pixel" else 1
+        first = [nn.Conv2d(channels, 4, size, stride=size, bias=False), nn.BatchNorm2d(4)]
+        if kind == "maps":
+            first = [nn.Linear(3, 4), Turned()]
+        net = nn.Sequential(*first, nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        net = net.to(memory_format=LAST) if weights_last else net
+        trainer = make(net, method="checkpointed", stages=len(net), transport=transport)
+        seen = {}
+        for stage in trainer.stages:
+            watch(stage, seen)
+        for i in range(8):
+            x = torch.randn(3, channels, 6, 6, generator=torch.Generator().manual_seed(i))
+            x = x.permute(0, 2, 3, 1).contiguous() if kind == "maps" else x
+            x = x.contiguous(memory_format=LAST) if kind == "inputs" else x
+            trainer.step(x, torch.tensor([0, 1, 2]))
+        trainer.drain()
+        return seen
+
+    one = layouts()
+    found = run_together(layouts, ranks=3)
+    assert {key: value for rank in found for key, value in rank.items()} == one
 
 
 def test_a_state_of_the_other_layout_is_taken_up():
@@ -155,20 +202,14 @@ def test_a_state_of_the_other_layout_is_taken_up():
 
 
 @given(st.permutations(range(4)), st.tuples(*[st.integers(1, 4)] * 4), st.booleans(), st.booleans())
-def test_dense_has_no_gaps_and_the_same_values(order, shape, halved, like):
+def test_ordered_has_the_same_values_and_one_layout_for_each_shape(order, shape, halved, last):
     x = torch.arange(float(torch.Size(shape).numel())).view(shape).permute(order)
     x = x[:, : (x.shape[1] + 1) // 2] if halved else x
-    stream = torch.empty(x.shape).contiguous(memory_format=LAST) if like else None
-    found = dense(x, stream)
+    found = ordered(x, last)
     assert torch.equal(found, x)
-    assert found.is_contiguous() or channels_last(found)
-    assert stream is None or not channels_last(stream) or laid_out_like(found, stream) is found
-
-
-def test_half_of_the_channels_keeps_them_last():
-    x = torch.randn(2, 6, 5, 4).contiguous(memory_format=LAST)
-    assert all(channels_last(dense(half)) for half in x.chunk(2, 1))
-    assert not channels_last(dense(torch.randn(2, 6, 5, 4).chunk(2, 1)[0]))
+    assert found.is_contiguous(memory_format=LAST if last else torch.contiguous_format)
+    assert found.stride() == ordered(torch.empty(x.shape), last).stride()
+    assert ordered(found, last) is found
 
 
 def test_batches_come_in_the_layout():

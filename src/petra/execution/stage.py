@@ -17,7 +17,7 @@ from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Chain, Kept, Method, Synthesizer
 from petra.reversible.gradients import ParameterGradients, vjp
 from petra.reversible.reach import Reach
-from petra.reversible.streams import Gradients, Streams, dense, laid_out_like, leaves, single, storage_id
+from petra.reversible.streams import Gradients, Streams, laid_out_like, leaves, ordered, single, storage_id
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -87,6 +87,7 @@ class Stage:
         average: Callable[[Sequence[Tensor]], None] | None = None,
         corrected: Corrected | None = None,
         synthesizer: Synthesizer | None = None,
+        channels_last: bool = False,
     ) -> None:
         self.index = index
         self.last = index == count - 1
@@ -111,6 +112,8 @@ class Stage:
         """What is done about staleness."""
         self.synthesizer = synthesizer
         """What predicts the gradient, if the stage does not wait for it."""
+        self.channels_last = channels_last
+        """How images lie in messages, in one process as on ranks, whatever layout layers leave them in."""
         self.kept: dict[int, Kept] = {}
         self.stash = WeightStash(self.parameters, method.keeps_graphs) if method.stashes_weights else None
         self.updates = 0
@@ -140,7 +143,7 @@ class Stage:
         self.kept[microbatch] = kept
         if self.stash is not None:
             self.stash.keep(microbatch, delay, weights)
-        outputs = tuple(dense(y) for y in outputs)
+        outputs = self._ordered(outputs)
         if self.synthesizer is not None:
             self._above[microbatch] = BackwardMessage(None, self.synthesizer.predict(outputs))
         return outputs if self.last else self._packed(outputs)
@@ -180,14 +183,16 @@ class Stage:
         with self.chain.using(weights):
             inputs, gradients, parameters = self.method.backward(self.chain, microbatch, kept, message)
         self._accumulate(parameters, (*message.gradients, *gradients))
-        below = self._packed(tuple(dense(x) for x in inputs)) if self.sends_streams else None
-        pairs = zip(gradients, inputs, strict=True)
-        return BackwardMessage(below, self._packed(tuple(None if g is None else dense(g, x) for g, x in pairs)))
+        below = self._packed(self._ordered(inputs)) if self.sends_streams else None
+        return BackwardMessage(below, self._packed(self._ordered(gradients)))
 
     def learn(self, message: BackwardMessage) -> None:
         """The gradient of the outputs has come from above after all: learn to predict it."""
         assert self.synthesizer is not None
         self.synthesizer.learn(self._unpacked(message.gradients), self.average)
+
+    def _ordered(self, tensors: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(None if t is None else ordered(t, self.channels_last) for t in tensors)
 
     def _packed(self, tensors: tuple[T, ...]) -> tuple[T, ...]:
         """As they travel."""
@@ -275,7 +280,7 @@ class Stage:
 
     def predict(self, inputs: Streams) -> Streams:
         """Outputs in evaluation mode; touches nothing."""
-        outputs = tuple(dense(y) for y in self.chain.predict(self._unpacked(inputs)))
+        outputs = self._ordered(self.chain.predict(self._unpacked(inputs)))
         return outputs if self.last else self._packed(outputs)
 
     def trained(self) -> list[Tensor]:

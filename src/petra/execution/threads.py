@@ -65,7 +65,7 @@ class ThreadTransport(Transport):
         self._together = together
 
     def send(self, to: int, label: Action, tensors: Template) -> None:
-        message = [t.clone() for t in tensors if t is not None]
+        message = [t.clone(memory_format=torch.contiguous_format) for t in tensors if t is not None]
         self.sent[to, label.kind.value] += payload(message)
         self._together.channels[self.place.replica, self.place.rank, to].append(
             (make_label(label, checksum(message)), message)

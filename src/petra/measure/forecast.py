@@ -15,7 +15,7 @@ from petra.execution.stage import Loss, OptimizerFactory
 from petra.execution.templates import as_message, shapes_of
 from petra.measure.memory import MemoryProbe, StageMemory
 from petra.methods import BackwardMessage, Chain, Method, Settings
-from petra.reversible.streams import Streams
+from petra.reversible.streams import Streams, channels_last
 from petra.schedule import Action, Kind, Order
 
 
@@ -79,6 +79,7 @@ class Forecast:
             loss=self.loss if index == count - 1 else None,
             sends_streams=index > 0 and self.method.needs_outputs(self._layer(cut.start - 1)),
             synthesizer=self.method.synthesizer(chain) if index < count - 1 else None,
+            channels_last=any(channels_last(p) for layer in self.layers for p in layer.parameters()),
         )
 
     def _layer(self, i: int) -> Chain:

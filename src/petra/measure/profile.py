@@ -17,7 +17,7 @@ from petra.execution import Rehearsal, Stage
 from petra.execution.stage import Loss, OptimizerFactory
 from petra.execution.templates import shapes_of
 from petra.methods import BackwardMessage, Chain, Method, Settings
-from petra.reversible.streams import Streams
+from petra.reversible.streams import Streams, channels_last
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ def profile(
             loss=loss if i == count - 1 else None,
             sends_streams=i > 0 and method.needs_outputs(chains[i - 1]),
             synthesizer=None if last else method.synthesizer(chains[i]),
+            channels_last=any(channels_last(p) for layer in layers for p in layer.parameters()),
         )
 
     stages = [stage(i, i == count - 1, [p for p in chains[i].parameters() if p.requires_grad]) for i in range(count)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -49,17 +50,17 @@ def leaves(streams: Streams) -> Streams:
     return tuple(x.detach().requires_grad_(differentiable(x)) for x in streams)
 
 
-def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """The tensor without gaps in its memory, as it has to be to travel; channels last if they were, or are in ``like``.
+def ordered(x: Tensor, last: bool) -> Tensor:
+    """The tensor without gaps, in the order of its dimensions, of images with channels ``last``; to the last stride.
 
-    A gradient is laid out like its stream, for kernels are slow where the layouts of their arguments differ.
+    Kernels choose by strides, also by those of dimensions of size 1, and their results differ in the last bits.
     """
-    if like is not None and channels_last(like):
-        return x.contiguous(memory_format=torch.channels_last)
-    if x.is_contiguous() or channels_last(x):
-        return x
-    innermost = x.ndim == 4 and x.stride(1) == 1 and x.stride(3) > 1  # as in half of the channels
-    return x.contiguous(memory_format=torch.channels_last if innermost else torch.contiguous_format)
+    if not (last and x.ndim == 4):
+        found, strides = x.contiguous(), [prod(max(n, 1) for n in x.shape[i + 1 :]) for i in range(x.ndim)]
+    else:
+        found, (_, c, h, w) = x.contiguous(memory_format=torch.channels_last), x.shape
+        strides = [h * w * c, 1, w * c, c]
+    return found if list(found.stride()) == strides else found.as_strided(found.shape, strides)
 
 
 def channels_last(x: Tensor) -> bool:

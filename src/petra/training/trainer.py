@@ -180,6 +180,7 @@ class Trainer:
                         average=transport.average if place.replicas > 1 else None,
                         corrected=make_corrected(self.corrections, chain.parameters(), own, self.order, index),
                         synthesizer=self.method.synthesizer(chain) if index < len(cuts) - 1 else None,
+                        channels_last=in_channels_last,
                     )
                     made.append(stage)
         if place.ranks == 1:
