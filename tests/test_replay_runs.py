@@ -180,6 +180,38 @@ def test_replicas_of_a_synthesizer_stay_the_same():
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+class Two(nn.Module):
+    """Two streams, of which the loss sees the first only."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, y=None):
+        return self.fc(x), x if y is None else y
+
+
+class First(nn.Module):
+    def forward(self, x, y):
+        return x
+
+
+def test_gradients_are_predicted_on_ranks_for_streams_that_the_loss_does_not_see():
+    def work(transport=None):
+        torch.manual_seed(0)
+        network = Network(Two(), Two(), Two(), First())
+        trainer = make(network, method="dni", stages=4, transport=transport)
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            trainer.step(torch.randn(3, 4, generator=generator), torch.tensor([0, 1, 2]))
+        return {name: v for name, v in network.state_dict().items() if not v.is_meta}
+
+    one = work()
+    for ranks in (2, 4):
+        found = {name: value for rank in run_together(work, ranks) for name, value in rank.items()}
+        assert all(torch.equal(found[name], value) for name, value in one.items())
+
+
 class TestSynthesizers:
     def streams(self, *shapes):
         torch.manual_seed(0)

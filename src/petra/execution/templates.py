@@ -42,6 +42,7 @@ class Rehearsal:
             self._stages.append(
                 Stage(index, len(cuts), chain, method, None, sends_streams=needed, message_dtype=message_dtype)
             )
+        self._predicts = method.synthesizer(self._stages[0].chain) is not None
         self._known: dict[Shapes, MessageShapes] = {}
         self._evaluated: dict[Shapes, list[Template]] = {}
 
@@ -67,16 +68,21 @@ class Rehearsal:
         for stage in self._stages:
             ups.append(streams)
             streams = stage.forward(0, streams)
-        gradients = tuple(torch.empty_like(y) if y.is_floating_point() else None for y in streams)
-        message = BackwardMessage(streams if self._stages[-1].needs_outputs else None, gradients)
+        message = BackwardMessage(streams if self._stages[-1].needs_outputs else None, _gradients(streams))
         downs: list[Template] = []
-        for stage in reversed(self._stages):
+        for stage, outputs in zip(reversed(self._stages), reversed([*ups[1:], streams]), strict=True):
             downs.insert(0, as_tensors(message))
+            if self._predicts:  # whatever comes from above, it has a gradient for each of its outputs
+                message = BackwardMessage(None, _gradients(outputs))
             message = stage.backward(0, message)
         for stage in self._stages:
             for parameter in stage.parameters:
                 parameter.grad = None
         return MessageShapes(ups, downs)
+
+
+def _gradients(streams: Template) -> Template:
+    return tuple(torch.empty_like(x) if x is not None and x.is_floating_point() else None for x in streams)
 
 
 def shapes_of(inputs: Streams) -> Shapes:
