@@ -32,6 +32,16 @@ def train(trainer, data):
         trainer.step(x, y)
 
 
+def goes_on_exactly(trainers, data):
+    """Whether the second of two trainers, given the state of the first in flight, ends as the first does."""
+    train(trainers[0], data[:4])
+    trainers[1].load_state_dict(trainers[0].state_dict())
+    for trainer in trainers:
+        train(trainer, data[4:])
+        trainer.drain()
+    return same_weights(trainers[0].network, trainers[1].network)
+
+
 def rates(trainer):
     """Of groups that have parameters."""
     groups = [group for stage in trainer.stages if stage.optimizer for group in stage.optimizer.param_groups]
@@ -111,23 +121,13 @@ def test_numbers_of_an_optimizer_keep_their_dtype():
     """Some are float32 whatever the parameters are, and PyTorch would load them in the dtype of these."""
     data = list(batches(8, dtype=torch.float64))
     trainers = [make(network().double(), stages=2, optimizer=lambda p: NAdam(p, 0.01)) for _ in range(2)]
-    train(trainers[0], data[:4])
-    trainers[1].load_state_dict(trainers[0].state_dict())
-    for trainer in trainers:
-        train(trainer, data[4:])
-        trainer.drain()
-    assert same_weights(trainers[0].network, trainers[1].network)
+    assert goes_on_exactly(trainers, data)
 
 
 def test_groups_without_parameters_can_be_resumed():
     data = list(batches(9))
     trainers = [make(network(), optimizer=by_decay, stages=4, scheduler=lambda o: ExponentialLR(o, 0.9)) for _ in "ab"]
-    train(trainers[0], data[:4])
-    trainers[1].load_state_dict(trainers[0].state_dict())
-    for trainer in trainers:
-        train(trainer, data[4:])
-        trainer.drain()
-    assert same_weights(trainers[0].network, trainers[1].network)
+    assert goes_on_exactly(trainers, data)
 
 
 @pytest.mark.parametrize("milestones", [[4], [4, 8]])
