@@ -124,6 +124,18 @@ def test_numbers_of_an_optimizer_keep_their_dtype():
     assert goes_on_exactly(trainers, data)
 
 
+def test_averages_take_the_dtype_of_another_network():
+    def sgd(parameters):
+        return SGD(parameters, 0.1, momentum=0.9)
+
+    double, single = make(network().double(), optimizer=sgd, stages=2), make(network(), optimizer=sgd, stages=3)
+    train(double, batches(4, dtype=torch.float64))
+    double.drain()
+    single.load_drained(double.state_dict())
+    states = [s for stage in single.stages if stage.optimizer for s in stage.optimizer.state.values()]
+    assert {s["momentum_buffer"].dtype for s in states} == {torch.float32}
+
+
 def test_groups_without_parameters_can_be_resumed():
     data = list(batches(9))
     trainers = [make(network(), optimizer=by_decay, stages=4, scheduler=lambda o: ExponentialLR(o, 0.9)) for _ in "ab"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def load_weights(stage: Stage, saved: Mapping[str, Any], names: Names) -> None:
     """Take up a copy of what `save_weights` gave for the very same stage; the network is loaded elsewhere."""
     device = stage.chain.settings.device
     if stage.optimizer is not None:
-        _load_optimizer(stage.optimizer, [saved["optimizer"]], names, device)
+        _load_optimizer(stage.optimizer, [saved], names, device)
     if stage.scheduler is not None:
         stage.scheduler.load_state_dict(moved(saved["scheduler"], device))
     if stage.stash is not None:
@@ -135,7 +135,7 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
     if stage.optimizer is None:
         return
     with_optimizer = [state for state in saved if state["optimizer"] is not None]
-    _load_optimizer(stage.optimizer, [state["optimizer"] for state in with_optimizer], names, device)
+    _load_optimizer(stage.optimizer, with_optimizer, names, device)
     if stage.scheduler is not None:
         own = stage.scheduler.state_dict()
         stage.scheduler.load_state_dict(moved(_scheduler_state(own, stage.optimizer, with_optimizer, names), device))
@@ -172,10 +172,10 @@ def _load_corrections(
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], names: Names, device: torch.device
+    optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]], names: Names, device: torch.device
 ) -> None:
-    states = {name: state for one in saved for name, state in one["state"].items()}
-    settings = _settings(saved)
+    states = {name: state for one in saved for name, state in one["optimizer"]["state"].items()}
+    settings = _settings(one["optimizer"] for one in saved)
     parameters = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
     index = {name: i for i, name in enumerate(parameters)}
     groups = [
@@ -193,10 +193,12 @@ def _load_optimizer(
     }
     optimizer.load_state_dict({"state": found, "param_groups": groups})
     # PyTorch gives all but the count of steps the dtype of the parameter; NAdam's product of momenta has its own.
-    for number, parameter in enumerate(parameters.values()):
-        for key, value in found.get(number, {}).items():
-            if isinstance(value, Tensor) and value.dtype != (loaded := optimizer.state[parameter][key]).dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
+    weights = {name: value for one in saved for name, value in one["network"].items()}
+    for name in states.keys() & parameters.keys() & weights.keys():
+        for key, value in found[index[name]].items():
+            if isinstance(value, Tensor) and value.dtype != weights[name].dtype:
+                loaded = optimizer.state[parameters[name]]
+                loaded[key] = value.to(loaded[key].device)
 
 
 def _counted_here(state: dict[str, Any]) -> dict[str, Any]:
