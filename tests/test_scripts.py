@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from petra import Trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,3 +55,26 @@ def test_twins_that_are_there_are_held_against_what_is_asked_for(tmp_path, monke
     with pytest.raises(SystemExit):
         module.train("rev-vit-cifar10", "vit-s", "backprop", 0, tmp_path, ["--epochs", "20"])
     assert asked[0][-1] == "--resume"
+
+
+@pytest.mark.parametrize("correct", ["none", "predict,inertia:4", "coast"])
+def test_theory_of_stability_is_about_what_the_engine_does(correct, monkeypatch):
+    n, k, m, curvature, updates = 5, 2, 0.8, 0.7, 12
+    weight = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    before = weight.weight.item()
+    trainer = Trainer(
+        nn.Sequential(weight, nn.Identity()),
+        method="checkpointed",
+        stages=2,
+        order=(n, 0),
+        accumulate=k,
+        loss=lambda y, target: curvature * y.square().sum() / 2,
+        optimizer=lambda p: torch.optim.SGD(p, 1 - m, momentum=m, nesterov=True),
+        corrections=[] if correct == "none" else correct.split(","),
+    )
+    for _ in range(updates * k):
+        trainer.step(*torch.ones(2, 1, 1, dtype=torch.float64))
+    trainer.drain()
+    update = script("benchmarks/prediction/stability.py", monkeypatch).update_map(curvature, n, k, m, correct, True)
+    state = torch.tensor([before] * (len(update) // 2) + [0.0] * (len(update) // 2), dtype=torch.float64)
+    assert weight.weight.item() == pytest.approx((torch.linalg.matrix_power(update, updates) @ state)[0].item())

@@ -1,0 +1,96 @@
+"""How sharp a quadratic loss may be for a stage whose gradients come late: theory, computed exactly.
+
+    python benchmarks/prediction/stability.py
+    python benchmarks/prediction/stability.py --accumulate 8 --in-flight 4 9 17 --correct none predict,inertia:32
+
+One weight, a loss of curvature h, SGD with momentum m, k micro-batches to an update and n of them in flight. What a
+gradient sees are the weights of its forward. From update to update everything is linear, and it is stable as long as no
+eigenvalue of that map is beyond 1. The table has the largest h·lr/(1 - m)/k with which it is: per micro-batch, so that
+those of different k, whose learning rate goes with k, can be compared. `none` is no correction. Prints a table and
+writes results/stability.json.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from petra.measure import environment
+from petra.tables import render
+
+
+def update_map(curvature, n, k, m, correct, nesterov):
+    """An update as a matrix, with lr = 1 - m. The state is weight and velocity now and 1, 2, … updates ago."""
+    names = dict(name.partition(":")[::2] for name in correct.split(",") if name != "none")
+    if "inertia" in names:
+        m = 1 - 1 / max(1 / (1 - m), float(names["inertia"] or 1) * (n / k) ** 2)
+    size = -(-n // k) + 1
+    gradient = torch.zeros(2 * size, dtype=torch.float64)
+    for j in range(k):  # of the micro-batches of this update, the forward of j was d updates ago
+        d = max(-((j - n) // k), 0)
+        gradient[d] += curvature / k
+        gradient[size + d] -= curvature / k * (1 - m) * _ahead(d, m, names, nesterov)
+    velocity = gradient.clone()
+    velocity[size] += m
+    step = gradient + m * velocity if nesterov else velocity
+    update = torch.zeros(2 * size, 2 * size, dtype=torch.float64)
+    update[0], update[size] = -(1 - m) * step, velocity
+    update[0, 0] += 1
+    for i in range(1, size):
+        update[i, i - 1] = update[size + i, size + i - 1] = 1
+    return update
+
+
+def _ahead(d, m, names, nesterov):
+    """By how many times lr·v the forward looks ahead."""
+    if "predict" in names:
+        return d
+    if "coast" not in names:
+        return 0
+    r = float(names["coast"] or m)
+    return sum(r**i for i in range(1, d + 1)) * (r if nesterov else 1)
+
+
+def limit(n, k, m, correct, nesterov):
+    """The largest curvature times lr/(1 - m)/k, to a thousandth of it."""
+
+    def stable(curvature):
+        return torch.linalg.eigvals(update_map(curvature, n, k, m, correct, nesterov)).abs().max() <= 1 + 1e-9
+
+    low, high = 1e-3, 1e-3
+    while stable(high):
+        low, high = high, high * 1.1
+    while high / low > 1.001:
+        middle = (low + high) / 2
+        low, high = (middle, high) if stable(middle) else (low, middle)
+    return low / k
+
+
+DEFAULT = ["none", "predict", "coast", "predict,inertia:1", "predict,inertia:4", "predict,inertia:32"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accumulate", nargs="+", type=int, metavar="K", default=[1, 8], help="(default 1 8)")
+    parser.add_argument("--in-flight", nargs="+", type=int, metavar="N", default=[0, 2, 4, 9, 17, 34])
+    parser.add_argument("--momentum", type=float, default=0.9, help="(default %(default)s)")
+    parser.add_argument("--no-nesterov", dest="nesterov", action="store_false")
+    parser.add_argument("--correct", nargs="+", default=DEFAULT, help="none, or predict, coast and inertia by commas")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    options = parser.parse_args()
+    rows, limits = [], {}
+    for k in options.accumulate:
+        for correct in options.correct:
+            found = [limit(n, k, options.momentum, correct, options.nesterov) for n in options.in_flight]
+            limits[f"k {k}, {correct}"] = dict(zip(options.in_flight, found, strict=True))
+            rows.append([f"{k}", correct, *(f"{value:.3f}" for value in found)])
+    print(render(["k", "correction", *(f"n = {n}" for n in options.in_flight)], rows))
+    result = {"momentum": options.momentum, "nesterov": options.nesterov, "limits": limits}
+    result["environment"] = environment(torch.device("cpu"))
+    options.out.mkdir(exist_ok=True)
+    (options.out / "stability.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
