@@ -167,6 +167,29 @@ def test_stale_gradients_against_brute_force(method, order, k):
     assert max(stale[1:]) < 1 - 1e-6  # there is something to measure
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_predicted_gradients_against_brute_force(k):
+    """Stages go backward before the micro-batch has met the last one; nothing is late, so delayed is exact."""
+    trainer = make(network(reversible_network, dropout=False, layers=2), method="dni", stages=4, accumulate=k)
+    data, nets, used = list(batches(6, dtype=torch.float64)), [], {}
+
+    def keep(tick, action, stage):
+        if action.kind.value == "U":
+            used[stage.index, action.microbatch] = flat(p.grad for p in stage.parameters)
+
+    trainer.executor.observers.append(keep)
+    with Fidelity(trainer.executor) as fidelity:
+        for x, y in data:
+            nets.append(copy.deepcopy(trainer.network))
+            trainer.step(x, y)
+    assert [m.stage for m in fidelity.measurements] == [0, 1, 2, 3, None] * (6 // k)
+    for measurement in (m for m in fidelity.measurements if m.stage is not None):
+        s, ms = measurement.stage, measurement.microbatches
+        exact, own = flat(mean([gradients(nets[ms[-1]], *data[m])[s] for m in ms])), used[s, ms[-1]]
+        ee, ue = float(exact @ exact), float(own @ exact)
+        assert astuple(measurement.likeness) == pytest.approx((float(own @ own), ee, ee, ue, ue, ee), rel=1e-9)
+
+
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_watching_changes_nothing(method, k):

@@ -176,7 +176,7 @@ class Fidelity(AbstractContextManager["Fidelity"]):
         elif action.kind is Kind.BACKWARD:
             self._pending[stage.index].append(number)
             self._compare(stage)
-        elif action.kind is Kind.FORWARD and number in self._samples:
+        elif action.kind is Kind.FORWARD and number in self._samples and stage.method.stale:
             self._weights.setdefault(number, {})[stage.index] = self._copy(stage)
             if stage.last:
                 self._delay(self._samples[number], self._weights.pop(number), number)
@@ -215,7 +215,9 @@ class Fidelity(AbstractContextManager["Fidelity"]):
             return
         used, exact = self._due.pop(stage.index)
         sample = self._samples[used[-1]]
-        likeness = Likeness.of(_triples(stage, exact, sample.delayed, len(used)))
+        # Where nothing is stale, all forwards had the weights w^t; DNI compares before the last of them.
+        delayed = sample.delayed if stage.method.stale else exact
+        likeness = Likeness.of(_triples(stage, exact, delayed, len(used)))
         self._report(Measurement(sample.update, stage.index, used, likeness))
         sample.found[stage.index] = likeness
         if len(sample.found) == len(self._trained):
