@@ -429,6 +429,7 @@ def test_the_list_of_models_tells_what_they_are_for(capsys):
     assert "revnet" not in text
     sizes = {line.split()[0]: line.split()[-1] for line in "\n".join(sections).splitlines() if line.strip()}
     assert (sizes["revnet18"], sizes["revnet110"], sizes["revnet104"]) == ("12.2M", "1.7M", "45.4M")
+    assert (sizes["resnet164-basic"], sizes["resnet101-cifar"]) == ("2.6M", "42.5M")  # for CIFAR, with 10 classes
 
 
 def test_plans_of_text_models_are_made_on_random_tokens():

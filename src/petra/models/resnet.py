@@ -107,6 +107,7 @@ register("resnet18", "ResNet-18, ten layers to cut", resnet, depths=(2, 2, 2, 2)
 register("resnet34", "ResNet-34, eighteen layers to cut", resnet, depths=(3, 4, 6, 3))
 register("resnet50", "ResNet-50, eighteen layers to cut", resnet, depths=(3, 4, 6, 3), bottlenecks=True)
 
+_CIFAR = {"stem": "cifar", "num_classes": 10}
 for number, blocks in ((164, 27), (512, 85)):
     register(
         f"resnet{number}-basic",
@@ -116,6 +117,7 @@ for number, blocks in ((164, 27), (512, 85)):
         width=16,
         bias=False,
         padded=True,
+        **_CIFAR,
     )
 for number, depths in ((101, (3, 4, 23, 3)), (152, (3, 8, 36, 3))):
     register(
@@ -125,4 +127,5 @@ for number, depths in ((101, (3, 4, 23, 3)), (152, (3, 8, 36, 3))):
         depths=depths,
         bottlenecks=True,
         bias=False,
+        **_CIFAR,
     )
