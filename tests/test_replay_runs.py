@@ -240,6 +240,16 @@ class TestSynthesizers:
         synthesizer.predict(self.streams((2, 5, 5, 3)))
         assert [p.shape for p in synthesizer.network[0].parameters()] == [(3, 3), (3,)]
 
+    @pytest.mark.parametrize(("above", "kind"), [(nn.LayerNorm(3), nn.Linear), (nn.LayerNorm(7), nn.Conv2d)])
+    def test_whoever_takes_maps_tells_too_that_channels_come_last(self, above, kind):
+        """As where patches are cut out by a layer without a norm: one over just these channels follows."""
+        above = nn.Sequential(nn.Flatten(), nn.Linear(75, 7), above) if kind is nn.Conv2d else above
+        network = Network(nn.Identity(), above, nn.Flatten(), nn.LazyLinear(4))
+        network(*self.streams((2, 5, 5, 3)))
+        trainer = make(network, method="dni", stages=[1, 3])
+        trainer.step(*self.streams((2, 5, 5, 3)), torch.zeros(2, dtype=torch.long))
+        assert type(trainer.stages[0].synthesizer.network[0]) is kind
+
     @pytest.mark.parametrize(
         "shapes", [[(2,)], [(2, 3, 4, 4, 4)], [(2, 3, 4, 4), (2, 3, 2, 2)], [(2, 3), (2, 3, 3)], []], ids=str
     )

@@ -68,7 +68,8 @@ class Forecast:
         executor.tick(tuple(torch.empty_like(x) for x in self.inputs), self.targets)  # every batch has its own memory
 
     def _stage(self, index: int, cut: range, count: int) -> Stage:
-        chain = Chain([deepcopy(self.layers[i]) for i in cut], cut.start, self._settings)
+        above = self.layers[cut.stop] if index < count - 1 else None
+        chain = Chain([deepcopy(self.layers[i]) for i in cut], cut.start, self._settings, above)
         trained = [p for p in chain.parameters() if p.requires_grad]
         return Stage(
             index,

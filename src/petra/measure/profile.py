@@ -143,7 +143,9 @@ def profile(
     settings = settings or Settings(inputs[0].device)
     records = _records(layers, method, inputs)
     layers, count = deepcopy(list(layers)), len(layers)
-    chains = [Chain([layer], i, settings) for i, layer in enumerate(layers)]
+    chains = [
+        Chain([layer], i, settings, a) for i, (layer, a) in enumerate(zip(layers, [*layers[1:], None], strict=True))
+    ]
 
     def stage(i: int, last: bool, trained: list[nn.Parameter]) -> Stage:
         return Stage(

@@ -79,10 +79,13 @@ class Tape:
 
 
 class Chain:
-    """The layers of one stage."""
+    """The layers of one stage; ``above`` is the one that takes what comes out, where that matters."""
 
-    def __init__(self, layers: Sequence[nn.Module], first: int, settings: Settings) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], first: int, settings: Settings, above: nn.Module | None = None
+    ) -> None:
         self.layers = tuple(layers)
+        self.above = above
         self.settings = settings
         self.whole = Segment(False, self.layers, first)
         self.segments: list[Segment] = []

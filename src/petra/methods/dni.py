@@ -27,4 +27,4 @@ class DNI(Backprop):
         return Decoupled(stages, accumulate)
 
     def synthesizer(self, chain: Chain) -> Synthesizer:
-        return Synthesizer(chain.layers, chain.stop, chain.settings.seed, self.learning_rate)
+        return Synthesizer(chain.layers, chain.stop, chain.settings.seed, self.learning_rate, chain.above)

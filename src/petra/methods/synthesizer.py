@@ -24,14 +24,18 @@ class Synthesizer:
     begins with zeros, as gradients then do. The network is made when the first features come.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], above: int, seed: int, learning_rate: float) -> None:
+    def __init__(
+        self, layers: Iterable[nn.Module], above: int, seed: int, learning_rate: float, taker: nn.Module | None = None
+    ) -> None:
         self.above = above
         """The layer that takes the features, by which the synthesizer is known wherever else the network is cut."""
         self.network: nn.Sequential | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._seed, self._learning_rate = seed, learning_rate
-        # With channels last, maps look like others. Those who have them normalise over channels.
+        # With channels last, maps look like others. Those who have them normalise over channels, as who takes them may.
         self._tokens = any(isinstance(m, nn.LayerNorm) for layer in layers for m in layer.modules())
+        above_it = taker.modules() if taker is not None else ()
+        self._normalised = {m.normalized_shape for m in above_it if isinstance(m, nn.LayerNorm)}
         self._predicted: Gradients = ()
 
     @property
@@ -42,8 +46,9 @@ class Synthesizer:
     def predict(self, streams: Streams) -> Gradients:
         """A gradient for each stream that can have one; the graph of the prediction is kept until `learn`."""
         floating = [x.detach() for x in streams if x.is_floating_point()]
-        maps = not self._tokens and all(x.ndim == 4 for x in floating)
-        if not floating or not _fit(floating, maps, self._tokens):
+        tokens = self._tokens or any(tuple(x.shape[-1:]) in self._normalised for x in floating)
+        maps = not tokens and all(x.ndim == 4 for x in floating)
+        if not floating or not _fit(floating, maps, tokens):
             shapes = ", ".join(str(tuple(x.shape)) for x in streams)
             raise ValueError(
                 f"dni has no synthesizer for what layer {self.above} takes, of shape {shapes}: it knows maps N×C×H×W, "

@@ -157,7 +157,8 @@ class Trainer:
         crossings = [(a, b) for a, b in pairwise(self.placement) if a != b]
         transport.connect([*crossings, *((b, a) for a, b in crossings)])
         settings = Settings(self.device, seed, autocast, place.replica)
-        chains = [Chain([network[i] for i in cut], cut.start, settings) for cut in cuts]
+        above = [*(network[cut.stop] for cut in cuts[:-1]), None]
+        chains = [Chain([network[i] for i in cut], cut.start, settings, a) for cut, a in zip(cuts, above, strict=True)]
         made: list[Stage] = []
         with transport.refusing_together():
             for index, chain in enumerate(chains):
