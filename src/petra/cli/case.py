@@ -1,4 +1,4 @@
-"""What `petra plan` is asked for: a network, its data by shape alone, and how to train it."""
+"""What `petra plan` and `petra memory` are asked for: a network, its data by shape alone, and how to train it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from petra.training.orders import choose_order
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned, as every rank is told it."""
+    """What is planned or counted, as every rank is told it."""
 
     model: str
     model_options: dict[str, Any]

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import petra
-from petra.cli import compare, evaluate, fidelity, generate, lists, plan, plot, schedule, train
+from petra.cli import compare, evaluate, fidelity, generate, lists, memory, plan, plot, schedule, train
 from petra.execution import Diverged
 from petra.execution.job import JobFailed, Spoken, first, met, processes
 from petra.training.run import Interrupted
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"petra {petra.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
-    for command in (train, evaluate, generate, compare, fidelity, plot, plan, schedule, lists):
+    for command in (train, evaluate, generate, compare, fidelity, plot, memory, plan, schedule, lists):
         command.add_to(commands)
     return parser
 

@@ -30,14 +30,7 @@ def add_to(commands: Any) -> None:
         "Ranks are processes on this machine, on CPU cores.",
         epilog="Example: petra plan --model revnet18 --ranks 4 --batch-size 64 --memory-limit 500",
     )
-    what = parser.add_argument_group("what to train")
-    what.add_argument("--model", metavar="NAME", required=True, help="network; `petra models` lists them")
-    add_model_options(what)
-    what.add_argument("--image", type=image_shape, default=(3, 32, 32), metavar="CxHxW", help="default 3x32x32")
-    what.add_argument("--classes", type=int, default=10, metavar="N", help="default %(default)s")
-    what.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a text (default %(default)s)")
-    what.add_argument("--vocab-size", type=int, default=256, metavar="N", help="of text (default %(default)s)")
-    what.add_argument("--batch-size", type=int, default=64, metavar="N", help="samples in a micro-batch (default 64)")
+    add_network_options(parser, batch_size=64)
     how = parser.add_argument_group("how to train")
     how.add_argument("--ranks", type=int, required=True, metavar="N", help="processes")
     how.add_argument(
@@ -58,6 +51,19 @@ def add_to(commands: Any) -> None:
     check.add_argument("--json", type=Path, metavar="FILE", help="also write everything into a file")
     check.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(run=run)
+
+
+def add_network_options(parser: argparse.ArgumentParser, batch_size: int) -> None:
+    """The network, and the shape of what it is given."""
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--model", metavar="NAME", required=True, help="network; `petra models` lists them")
+    add_model_options(what)
+    what.add_argument("--image", type=image_shape, default=(3, 32, 32), metavar="CxHxW", help="default 3x32x32")
+    what.add_argument("--classes", type=int, default=10, metavar="N", help="default %(default)s")
+    what.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a text (default %(default)s)")
+    what.add_argument("--vocab-size", type=int, default=256, metavar="N", help="of text (default %(default)s)")
+    samples = "samples in a micro-batch (default %(default)s)"
+    what.add_argument("--batch-size", type=int, default=batch_size, metavar="N", help=samples)
 
 
 def image_shape(text: str) -> tuple[int, int, int]:
