@@ -282,6 +282,25 @@ def test_what_is_refused(options, message):
         make(conv_network(), **options)
 
 
+class Moving(nn.Module):
+    """Divides by an average that every forward writes into."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.ones(()))
+
+    def forward(self, x):
+        self.average.lerp_(x.detach().abs().mean(), 0.1)
+        return x / self.average
+
+
+def test_a_buffer_that_graphs_need_while_they_wait_is_pointed_out():
+    trainer = make(Network(nn.Linear(4, 4), Moving(), nn.Linear(4, 4)), method="ddg", stages=[2, 1])
+    trainer.step(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"was written into before its backward.*self\.average\.clone\(\)"):
+        trainer.step(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))
+
+
 def test_from_the_command_line(tmp_path, capsys):
     small = ["--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "synthetic:3x8x8:4", "--epochs", "1"]
     small += ["--batch-size", "256", "--stages", "3", "--threads", "1", "--device", "cpu", "--quiet"]

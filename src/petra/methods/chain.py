@@ -71,7 +71,15 @@ class Tape:
 
     def gradients(self, gradients: Gradients) -> Reversal:
         """Take the gradients of the outputs back to inputs and parameters."""
-        return vjp(self.outputs, self.inputs, self.parameters, gradients)
+        try:
+            return vjp(self.outputs, self.inputs, self.parameters, gradients)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise LayerError(
+                "a tensor that the graph of a micro-batch needs was written into before its backward: if a layer "
+                "computes with a buffer that it changes in place, have it take a copy, like self.average.clone()"
+            ) from error
 
     def tensors(self) -> list[Tensor]:
         """Everything that lives because of it: inputs, outputs, and what its graph has saved."""
