@@ -282,6 +282,29 @@ def test_what_is_refused(options, message):
         make(conv_network(), **options)
 
 
+def test_a_graph_that_cannot_be_made_again_is_refused():
+    """A checkpoint has inputs in place of graphs, and a layer that changes itself would give another."""
+
+    def made():
+        torch.manual_seed(0)
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        return make(Network(layer, nn.Linear(4, 4)), method="ddg", stages=2)
+
+    x, y = torch.randn(2, 4), torch.zeros(2, dtype=torch.long)
+    going, resumed = made(), made()
+    going.step(x, y)
+    resumed.load_state_dict(going.state_dict())
+    with pytest.raises(
+        ValueError, match=r"layer 0 \(ParametrizedLinear\) changes a buffer of its _Spectral.*drain\(\)"
+    ):
+        resumed.step(x, y)
+    going.drain()
+    drained = made()
+    drained.load_state_dict(going.state_dict())
+    drained.step(x, y)
+    drained.drain()
+
+
 class Moving(nn.Module):
     """Divides by an average that every forward writes into."""
 

@@ -168,7 +168,7 @@ class Chain:
         parameters = trainable(segment.layers)
         reach = None if segment in self._looked_at else Reach((*inputs, *parameters))
         norms = [] if counts else self._norms
-        with torch.enable_grad(), self._evaluation(), frozen_statistics(norms), self._counting_once():
+        with torch.enable_grad(), self._evaluation(), frozen_statistics(norms), self._counting_once(counts=counts):
             for key, part in _parts(segment):
                 self._seed(key, microbatch)
                 streams = _apply(key, part, streams)
@@ -264,10 +264,11 @@ class Chain:
             self._seeded = random_state(self.settings.device)
 
     @contextmanager
-    def _counting_once(self, first: bool = False) -> Iterator[None]:
+    def _counting_once(self, first: bool = False, counts: bool = True) -> Iterator[None]:
         """Raise if a layer changes its buffers again that did so in the ``first`` of two evaluations of a micro-batch.
 
-        Those that begin with what they take from the first data and then keep may do so.
+        Those that begin with what they take from the first data and then keep may do so. In an evaluation that does not
+        count, because another has or will, none may.
         """
         if not self._stateful:
             yield
@@ -280,12 +281,15 @@ class Chain:
             for (module, name, buffer), version in zip(held, versions, strict=True)
             if module._buffers.get(name) is not buffer or _version(buffer) != version
         }
-        for module in changed & self._changed:
+        for module in changed & self._changed if counts else changed:
             index, layer = next((i, x) for i, x in enumerate(self.layers, self.whole.first) if module in x.modules())
+            why, instead = "this method runs it twice for each micro-batch", "train with backprop, gpipe or 1f1b"
+            if not counts:
+                why = "it is to run again, to measure gradients or for a graph that was in flight in a checkpoint"
+                instead = "take checkpoints after drain()"
             raise LayerError(
                 f"layer {index} ({type(layer).__name__}) changes a buffer of its {type(module).__name__} whenever it "
-                "runs, and this method runs it twice for each micro-batch: leave that out, derive norms from those of "
-                "torch.nn, or train with backprop, gpipe or 1f1b"
+                f"runs, and {why}: leave that out, derive norms from those of torch.nn, or {instead}"
             )
         self._changed |= changed if first else set()
 
