@@ -270,6 +270,11 @@ class TestSynthesizers:
     ("options", "message"),
     [
         ({"method": "features-replay", "stages": 9}, "stages is 9, but the network has only 8 layers"),
+        (
+            {"method": DNI, "stages": 2},
+            r"method is <class '.*DNI'>: give a name such as 'petra', or an object like DNI\(\)",
+        ),
+        ({"method": None}, "method is None: give a name"),
         ({"method": "ddg", "order": "lock-step"}, "ddg has one order only"),
         ({"method": "dni", "order": "locked-forward"}, "dni has one order only"),
         ({"method": "backprop", "order": "locked-forward"}, "backprop has one order only"),
@@ -339,6 +344,12 @@ def test_from_the_command_line(tmp_path, capsys):
     assert main(["train", *small, "--order", "locked-forward", "--out", str(tmp_path / "petra")]) == 0
     assert main(["train", *small, "--method", "dni", "--order", "lock-step", "--out", str(tmp_path / "no")]) == 2
     assert "dni has one order only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", [-1e-5, float("nan"), float("inf"), "1e-5"])
+def test_a_learning_rate_of_synthesizers_that_is_none(rate):
+    with pytest.raises(ValueError, match=f"learning_rate is {rate!r}: give a number, 0 or more, like 1e-5"):
+        DNI(rate)
 
 
 def test_the_learning_rate_of_synthesizers_can_be_chosen():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from petra.methods.backprop import Backprop
 from petra.methods.chain import Chain
 from petra.methods.synthesizer import Synthesizer
@@ -20,6 +22,8 @@ class DNI(Backprop):
     keeps = "graph, and a synthesizer of gradients"
 
     def __init__(self, learning_rate: float = 1e-5) -> None:
+        if not (isinstance(learning_rate, int | float) and 0 <= learning_rate < inf):
+            raise ValueError(f"learning_rate is {learning_rate!r}: give a number, 0 or more, like 1e-5")
         self.learning_rate = learning_rate
         """Of the synthesizers' own optimizer, Adam."""
 

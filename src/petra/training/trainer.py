@@ -120,6 +120,8 @@ class Trainer:
         check_parts(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "message_dtype": message_dtype})
         check_device(self.device)
         self.method = methods.find(method) if isinstance(method, str) else method
+        if not isinstance(self.method, Method):
+            raise ValueError(f"method is {method!r}: give a name such as 'petra', or an object like DNI()")
         cuts = partition(len(network), stages)
         self.order = choose_order(self.method, len(cuts), accumulate, order)
         self.corrections = choose_corrections(corrections, self.method)
