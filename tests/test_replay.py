@@ -220,6 +220,22 @@ def test_a_layer_that_is_frozen_while_its_graphs_wait_stays_as_it_is():
     assert frozen.equal(before)
 
 
+def test_hooks_on_gradients_run_though_graphs_are_of_other_parameters():
+    torch.manual_seed(0)
+    network, weights = conv_network(), []
+    for method, order in (("ddg", None), ("delayed", "locked-forward")):
+        trained, seen = copy.deepcopy(network), []
+        trained[0][0].weight.register_hook(lambda g, seen=seen: seen.append(g.requires_grad) or g * 0.1)
+        trained[1][0].weight.register_hook(lambda g: None)
+        trainer = make(trained, method=method, stages=4, order=order)
+        for x, y in images(6):
+            trainer.step(x, y)
+        trainer.drain()
+        assert seen == [False] * 6
+        weights.append(trained)
+    assert same_weights(*weights)
+
+
 def test_petra_takes_the_order_of_features_replay_and_keeps_no_history():
     """The variant for reversible modules: inputs are reconstructed from what the module above sends down."""
     torch.manual_seed(0)

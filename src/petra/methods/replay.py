@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor, nn
+
 from petra.methods.backprop import Backprop
 from petra.methods.chain import Chain
 from petra.methods.delayed import Checkpointed
@@ -62,5 +65,14 @@ class DDG(Backprop):
         with chain.aliased(kept.tape.aliases):  # for a run of reversible layers inside a layer, evaluated again
             found = super().backward(chain, microbatch, kept, message)
         own = {alias: p for p, alias in kept.tape.aliases.items() if p.requires_grad}  # not if it was frozen since
-        gradients = {own[alias]: gradient for alias, gradient in found.parameters.items() if alias in own}
+        gradients = {own[alias]: _hooked(own[alias], g) for alias, g in found.parameters.items() if alias in own}
         return found._replace(parameters=gradients)
+
+
+@torch.no_grad()
+def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """What the parameter's own hooks make of a gradient that was found for another in its place."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
