@@ -10,11 +10,11 @@ from petra import Trainer, models
 from petra.cli.main import main
 from petra.measure import Activations, memory_figure
 
-SMALL = ["--model", "resnet164-basic", "--depths", "4,4", "--width", "4", "--image", "3x8x8", "--batch-size", "2"]
+SMALL = ["--model", "resnet164-basic", "--depths", "2,2", "--width", "4", "--image", "3x8x8", "--batch-size", "2"]
 
 
 def counted_for_real(method, stages):
-    network = models.create("resnet164-basic", depths=(4, 4), width=4)
+    network = models.create("resnet164-basic", depths=(2, 2), width=4)
     trainer = Trainer(
         network, loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, 0.01), method=method, stages=stages
     )
@@ -25,28 +25,28 @@ def counted_for_real(method, stages):
 
 
 def test_it_counts_what_a_real_run_has(tmp_path, capsys):
-    assert main(["memory", *SMALL, "--stages", "1,4", "--out", str(tmp_path), "--quiet"]) == 0
+    assert main(["memory", *SMALL, "--stages", "1,3", "--out", str(tmp_path), "--quiet"]) == 0
     found = json.loads((tmp_path / "memory.json").read_text())["bytes_of_stages"]
     for method in ("backprop", "features-replay", "ddg", "dni"):
-        assert found[method]["4"] == counted_for_real(method, 4)
+        assert found[method]["3"] == counted_for_real(method, 3)
         assert found[method]["1"] == found["backprop"]["1"]
-    whole = {method: sum(found[method]["4"]) for method in found}
+    whole = {method: sum(found[method]["3"]) for method in found}
     assert whole["features-replay"] < 1.25 * whole["backprop"]
     assert whole["ddg"] > 2 * whole["backprop"]
     assert whole["dni"] > whole["backprop"]
     lines = capsys.readouterr().out.splitlines()
-    assert " ".join(lines[0].split()) == "method K = 1 K = 4 of backprop, 1 of backprop, 4"
+    assert " ".join(lines[0].split()) == "method K = 1 K = 3 of backprop, 1 of backprop, 3"
     assert lines[4].split()[-1] == f"{whole['ddg'] / whole['backprop']:.2f}"
 
 
 def test_pipelined_methods_take_an_order(tmp_path):
-    reversible = ["--model", "revnet18", "--depths", "2,2", *SMALL[4:], "--methods", "backprop,petra", "--stages", "4"]
+    reversible = ["--model", "revnet18", "--depths", "2,2", *SMALL[4:], "--methods", "backprop,petra", "--stages", "3"]
     found = []
     for order in ("locked-forward", "lock-step"):
         assert main(["memory", *reversible, "--order", order, "--out", str(tmp_path), "--quiet"]) == 0
         found.append(json.loads((tmp_path / "memory.json").read_text())["bytes_of_stages"])
     assert found[0]["backprop"] == found[1]["backprop"]
-    assert sum(found[0]["petra"]["4"]) < sum(found[1]["petra"]["4"])  # fewer inputs of what is not reversible
+    assert sum(found[0]["petra"]["3"]) < sum(found[1]["petra"]["3"])  # fewer inputs of what is not reversible
 
 
 def test_it_is_drawn_where_that_can_be(tmp_path, capsys, monkeypatch):
@@ -62,7 +62,7 @@ def test_it_is_drawn_where_that_can_be(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--stages", "2,11"], "stages is 11, but the network has only 10 layers"),
+        (["--stages", "2,7"], "stages is 7, but the network has only 6 layers"),
         (["--stages", "0"], "stages is 0"),
         (["--methods", "feature-replay"], "did you mean 'features-replay'?"),
         (["--methods", "petra", "--order", "alphabetical"], "alphabetical"),
