@@ -67,6 +67,10 @@ def test_the_two_orders_of_the_paper_and_the_design(stages):
     assert low_staleness(stages, latency=0.5).in_flight == lock_step(stages).in_flight
 
 
+def test_rounding_errors_bring_nothing_more_in_flight():
+    assert low_staleness(4, latency=5 / 3).in_flight == (13, 9, 5, 0)  # 3 (1 + 10/3) is a little more in floats
+
+
 @given(orders, st.integers(1, 10))
 def test_a_stream_of_unknown_length_gives_the_same_schedule(order, microbatches):
     """Ticks are decided before it is known how many micro-batches follow."""
@@ -131,10 +135,15 @@ def test_one_forward_one_backward_literally():
         ("stages 1\n0: 0F1 0F0 0B0 0B1 0U1", "0F1 should be 0F0"),
         ("stages 1\n0: 0F0 0F1 0B0 0U0", "stage 0 does 2 forwards and 1 backwards of 2 micro-batches"),
         ("stages 1\n0: 0F0 0U0 0B0 0U0", "0U0 is done twice"),
+        ("stages 1\n0: 0F0 0F1 0B0 0B1 0U0", "0U0 has no gradient of micro-batch 0"),
         ("stages 1\n0: 1F0", "1F0 names a stage beyond the 1"),
         ("stages 1\n0: 0F0 0B0 0U-1", "0U-1 is of zero features, but comes after a backward"),
         ("stages 2\n0: 0F0 0B0 0U0 0L0 | 1F0 1B0 1U0", "0L0 uses the message of 1B0 before it is sent"),
         ("stages 2\n0: 0F0 0B0 0U0 | 1F0 1B0 1U0 1L0", "stage 0 learns from 0 of 1 micro-batches"),
+        (
+            "stages 2\n0: 0F0 0B0 0U0 | 0F1 0B1 0U1 1F0 1B0 1U0 | 1F1 1B1 1U1 | 0L1 0L0",
+            "0L1 should be 0L0, after its forward",
+        ),
     ],
 )
 def test_broken_schedules_are_refused_with_the_cell_marked(text, problem):
