@@ -25,7 +25,7 @@ from petra.cli.main import main
 from petra.execution import partition, run_together
 from petra.measure import Forecast, Link, MemoryProbe, Profile, Seconds, StageMemory, make_plan, profile, tick_seconds
 from petra.measure.plan import Search
-from petra.schedule import GPipe, Sequential, lock_step, low_staleness
+from petra.schedule import Decoupled, GPipe, Sequential, lock_step, low_staleness
 
 X, Y = torch.randn(3, 8), torch.randint(4, (3,))
 PARTS = {"inputs": (X,), "targets": Y, "loss": cross_entropy, "optimizer": sgd}
@@ -130,8 +130,8 @@ def test_messages_are_counted_in_bytes():
     assert found.down_bytes == [2 * stream, 4 * stream]  # the stem is not reversible and wants no streams back
     assert found.sent_up == [2 * stream, 2 * stream, 0]
     assert found.sent_down == [0, 2 * stream, 4 * stream]
-    slow = plan(made_up(1, 1, 1, 1, 1, 1), ranks=3, stages=[1, 2, 3], link=Link(bandwidth=stream))
-    assert slow.basic == pytest.approx(6 + 2 + 2 + 2 + 4)
+    slow = plan(made_up(1, 1, 1, 1, 1, 1), ranks=3, stages=[1, 2, 3], link=Link(0.5, bandwidth=stream))
+    assert slow.basic == pytest.approx(6 + (0.5 + 1) * (2 + 2 + 2 + 4))
 
 
 def test_a_memory_limit_moves_the_cut_or_is_refused():
@@ -258,7 +258,9 @@ def test_ticks_on_paper():
     even = [Seconds(1, 2, 0)] * 4
     assert tick_seconds(low_staleness(4), range(4), even) == pytest.approx(3)
     assert tick_seconds(Sequential(4), range(4), even) == pytest.approx(12)
-    assert tick_seconds(GPipe(4, 8), range(4), even) == pytest.approx(3 * (8 + 3) / 8)
+    assert tick_seconds(GPipe(4, 6), range(4), even) == pytest.approx(3 * (6 + 3) / 6)
+    # A stage that predicts gradients goes on when it has learned from the true one.
+    assert tick_seconds(Decoupled(2), range(2), [Seconds(1, 1, 0), Seconds(1, 5, 0)]) == pytest.approx(1 + 1 + 5)
     uneven = [Seconds(1, 2, 0), Seconds(2, 4, 1), Seconds(1, 1, 0), Seconds(0, 1, 0)]
     assert tick_seconds(low_staleness(4), range(4), uneven) == pytest.approx(7)
     assert tick_seconds(low_staleness(4), [0, 0, 1, 1], uneven) == pytest.approx(10)
