@@ -341,11 +341,13 @@ def test_parameters_without_momentum_or_gradient():
             self.both = False
 
         def forward(self, x):
+            assert torch.equal(self.c.weight, frozen)  # also where others are predicted
             y = self.c(self.a(x))
             return y + self.b(x) if self.both else y
 
     for names in (["predict", "spike"], ["discrepancy"]):
         net = nn.Sequential(Two(), nn.Linear(4, 4), nn.Linear(4, 4))
+        frozen = net[0].c.weight.clone()
         for method in ("checkpointed", "delayed") if names != ["discrepancy"] else ("checkpointed",):
             before = copy.deepcopy(net)
             trainer = make(net, method=method, stages=3, corrections=names)
@@ -390,6 +392,16 @@ def test_parameters_without_momentum_or_gradient():
         (["inertia:0"], {}, "inertia has the factor 0: give more than 0"),
         (["inertia"], {"optimizer": torch.optim.AdamW}, "not for AdamW: leave inertia out"),
         (["inertia"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "SGD has momentum 0: change that"),
+        (
+            ["inertia"],
+            {"optimizer": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1)},
+            "SGD has momentum 0.9 and dampening: change that",
+        ),
+        (
+            ["inertia"],
+            {"optimizer": lambda p: torch.optim.SGD([{"params": p[:1], "momentum": 0.5}, {"params": p[1:]}], 0.1, 0.9)},
+            "SGD has momentum 0.5, 0.9: change that",
+        ),
         (["spike"], {"optimizer": torch.optim.AdamW}, "not for AdamW"),
         (["spike"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "momentum 0"),
         (["spike"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1)}, "dampening 0.1"),

@@ -189,6 +189,24 @@ def test_a_drained_stage_goes_on_counting_its_own_updates():
     assert same_weights(trainers[0].network, trainers[1].network)
 
 
+def test_how_late_gradients_will_be_is_in_a_state_of_the_first_ticks():
+    """Updates with nothing that are still to come count, too; with weight decay they move weights."""
+    options = {
+        "method": "features-replay",
+        "corrections": ["predict"],
+        "optimizer": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1),
+    }
+    first, *data = batches(5)
+    straight, resumed = pipeline(**options), pipeline(**options)
+    straight.step(*first)
+    resumed.load_state_dict(straight.state_dict())
+    for trainer in (straight, resumed):
+        for x, y in data:
+            trainer.step(x, y)
+        trainer.drain()
+    assert same_weights(straight.network, resumed.network)
+
+
 def test_inertia_finds_the_momentum_of_the_moment_at_another_cut():
     def cycle(optimizer):
         return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.02, 10, base_momentum=0.5, max_momentum=0.6)
