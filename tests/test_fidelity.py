@@ -292,6 +292,21 @@ def test_stages_and_parameters_that_are_not_trained():
     assert sum(m.stage is None for m in found) == 12
 
 
+def test_gradients_may_be_sparse():
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        net = Network(nn.Embedding(9, 5, sparse=sparse), nn.Flatten(), nn.Linear(10, 4))
+        trainer = make(net, stages=3, accumulate=2, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+        with Fidelity(trainer.executor) as fidelity:
+            for _ in range(6):
+                trainer.step(torch.randint(9, (3, 2)), torch.randint(4, (3,)))
+        found.append(fidelity.measurements)
+    assert found[0]
+    for dense, sparse in zip(*found, strict=True):
+        assert astuple(sparse.likeness) == pytest.approx(astuple(dense.likeness), rel=1e-5)
+
+
 def test_the_memory_of_a_measured_tick_is_that_of_any_other():
     peaks = []
     for every in (1, 1000):

@@ -13,6 +13,7 @@ from torch import nn
 
 from petra import Trainer
 from petra.execution import Alone, run_together
+from petra.schedule import Kind
 from petra.training import checkpoint
 from petra.training.checkpoint import Checkpoints
 from petra.training.config import RunConfig
@@ -271,6 +272,17 @@ def test_memory_is_measured_again_for_other_stages(half_way, tmp_path):
     run._save()  # stopped before the pipeline was full
     run.close()
     assert len(resumed(half_way, tmp_path, stages=2)()["memory_bytes"]) == 2
+
+
+@pytest.mark.parametrize("method", ["petra", "gpipe"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_memory_is_measured_with_a_full_pipeline_and_an_update(tmp_path, method, accumulate):
+    """A group of gpipe is done in one tick, and in the others nothing is there to be measured."""
+    run = make(tmp_path / "run", method=method, accumulate=accumulate)
+    tick = run._probed_tick()
+    actions = [action for phase in run.trainer.order.tick(tick, tick + 1) for action in phase]
+    assert {action.stage for action in actions if action.kind is Kind.BACKWARD} == {0, 1, 2, 3}
+    assert Kind.UPDATE in {action.kind for action in actions}
 
 
 def test_a_stand_in_is_not_counted(tmp_path):

@@ -85,6 +85,21 @@ def test_memory_that_stages_share_is_counted_once_for_all_and_once_for_each():
     assert found.stages.total() == 4 * (1 + 1 + 1) * FEATURE
 
 
+def test_a_constant_that_stages_share_is_counted_once_while_they_are_at_work():
+    constant = torch.ones(100, WIDTH)
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * constant[:BATCH]
+
+    trainer = make(Network(Scaled(WIDTH, WIDTH), Scaled(WIDTH, WIDTH)), loss=half_square, method="backprop", stages=2)
+    with Activations(trainer.executor) as found:
+        trainer.step(torch.randn(BATCH, WIDTH), None)
+    # The input, both outputs, and a gradient on its way.
+    assert found.together == (1 + 2 + 1) * FEATURE + constant.nbytes
+    assert found.stages.total() == 2 * ((1 + 1 + 1) * FEATURE + constant.nbytes)
+
+
 def test_what_is_let_go_within_an_action_counts_no_longer():
     """A reversible module has the graph of one residual function at a time, however many there are."""
     peaks = []
