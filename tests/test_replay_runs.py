@@ -234,6 +234,11 @@ class TestSynthesizers:
                 assert all(not g.any() for g in found[:-1])
             synthesizer.learn(targets)
         assert errors[-1] < errors[0] / 2
+        learned = found[0].square().sum()
+        for _ in range(30):
+            found = synthesizer.predict((*streams, mask))
+            synthesizer.learn([None] * len(found))  # from a loss that no longer sees any of them
+        assert found[0].square().sum() < learned / 2
 
     def test_maps_with_channels_last_are_tokens(self):
         synthesizer = Synthesizer([nn.LayerNorm(3)], 1, seed=0, learning_rate=1e-2)

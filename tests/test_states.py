@@ -210,7 +210,7 @@ def test_weights_of_another_shape_change_nothing():
 
 
 class Extra(nn.Linear):
-    seen = 0
+    seen = ()
 
     def get_extra_state(self):
         return {"seen": self.seen}
@@ -228,11 +228,12 @@ class Normalized(nn.Sequential):
 def test_buffers_of_the_network_itself_and_extra_states():
     first, other = (make(Normalized(nn.Flatten(), Extra(32, 6), nn.Linear(6, 4)), stages=2) for _ in "ab")
     first.network.mean.fill_(2)
-    first.network[1].seen = 7
+    first.network[1].seen = [7]
     train(first, batches(3))
     other.load_state_dict(first.state_dict())
     assert other.network.mean.tolist() == [2, 2, 2]
-    assert other.network[1].seen == 7
+    assert other.network[1].seen == [7]
+    assert other.network[1].seen is not first.network[1].seen
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
