@@ -65,9 +65,15 @@ def assert_equal(a, b):
         assert a == b
 
 
-def step(trainers, x, y):
+def step(trainers, x, y, weight=1.0):
     plain, replaying = trainers
-    for a, b in zip(plain.step(x, y), replaying.step(x, y), strict=True):
+    found = list(zip(plain.step(x, y, weight), replaying.step(x, y, weight), strict=True))
+    assert_same_results(found)
+    return found
+
+
+def assert_same_results(found):
+    for a, b in found:
         assert (a.microbatch, a.weight) == (b.microbatch, b.weight)
         assert a.loss.equal(b.loss)
         assert a.outputs.equal(b.outputs)
@@ -143,12 +149,12 @@ def test_corrections(corrections, accumulate):
 
 
 def test_around_replayed_ticks_everything_goes_on():
-    """An uneven batch, an evaluation, a checkpoint, a drain, another batch size and a changed learning rate."""
+    """An uneven batch, one that counts less, an evaluation, a checkpoint, a drain, another batch size and rate."""
     trainers = pair(accumulate=2, order="lock-step")
     for turn in range(3):
         for number, (x, y) in enumerate(data(30, seed=turn)):
             uneven = 3 if number == 21 else 4
-            step(trainers, x[:uneven], y[:uneven])
+            step(trainers, x[:uneven], y[:uneven], weight=0.5 if (turn, number) == (2, 15) else 1.0)
             if number == 11:
                 assert all(t.evaluate(data(2)) == trainers[0].evaluate(data(2)) for t in trainers)
             if number == 13:
@@ -170,9 +176,10 @@ def test_around_replayed_ticks_everything_goes_on():
     assert trainers[1].executor.replayed > 30
 
 
-def test_a_state_that_was_loaded_is_what_is_replayed():
-    """With an optimizer that has no state, whose new memory would be noticed."""
-    trainers = pair(optimizer=lambda p: torch.optim.SGD(p, 0.05, fused=True))
+@pytest.mark.parametrize("corrections", [[], ["discrepancy"]], ids=str)
+def test_a_state_that_was_loaded_is_what_is_replayed(corrections):
+    """With an optimizer that has no state, whose new memory would be noticed; that of a correction is."""
+    trainers = pair(optimizer=lambda p: torch.optim.SGD(p, 0.05, fused=True), corrections=corrections)
     for number, (x, y) in enumerate(data(30)):
         if number == 16:
             saved = copy.deepcopy([t.state_dict() for t in trainers])
@@ -181,8 +188,8 @@ def test_a_state_that_was_loaded_is_what_is_replayed():
                 trainer.load_state_dict(old)
         step(trainers, x, y)
         assert_same(*trainers)
-    assert trainers[1].executor._recorder.recorded == 1
-    assert trainers[1].executor.replayed > 15
+    assert trainers[1].executor._recorder.recorded == (2 if corrections else 1)
+    assert trainers[1].executor.replayed > 12
 
 
 def test_memory_is_given_back_with_the_trainer():
@@ -202,8 +209,10 @@ def test_memory_is_given_back_with_the_trainer():
 
 def test_a_pipeline_that_fills_again_is_replayed_without_being_recorded_again():
     trainers = pair()
+    found = []
     for x, y in data(20):
-        step(trainers, x, y)
+        found += step(trainers, x, y)
+    assert_same_results(found)  # ticks that were replayed since have not written over them
     executor = trainers[1].executor
     replayed, recorded = executor.replayed, executor._recorder.recorded
     for trainer in trainers:
@@ -304,13 +313,18 @@ def test_weights_that_are_frozen_or_freed_are_noticed():
 
 
 def test_a_loss_that_is_not_a_number_is_found_a_little_later():
-    _, replaying = pair()
+    """Or at once where a state is asked for or the pipeline is emptied; a state of before knows nothing of it."""
+    _, replaying = pair(optimizer=lambda p: torch.optim.SGD(p, 0.05, fused=True))
     for x, y in data(16):
         replaying.step(x, y)
     x, y = data(1)[0]
-    replaying.stages[0].parameters[0].data.fill_(float("nan"))
-    with pytest.raises(RuntimeError, match=r"micro-batch 16 .*is nan.*updates have been made"):
-        [replaying.step(x, y) for _ in range(30)]
+    saved = copy.deepcopy(replaying.state_dict())
+    for steps, go_on in ((30, lambda: None), (4, replaying.state_dict), (4, replaying.drain)):
+        replaying.stages[0].parameters[0].data.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match=r"micro-batch 16 .*is nan.*updates have been made"):
+            [replaying.step(x, y) for _ in range(steps)] and go_on()
+        replaying.load_state_dict(saved)
+    [replaying.step(x, y) for _ in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -345,13 +359,16 @@ def test_dropout_is_noticed():
 
 def test_what_is_watched_is_not_replayed():
     trainers = pair()
-    seen = []
+    seen, timed = [], []
     for number, (x, y) in enumerate(data(30)):
         if number == 20:
             trainers[1].executor.observers.append(lambda *said: seen.append(said))
+        if number == 25:
+            trainers[1].executor.observers.clear()
+            trainers[1].executor.clock = lambda *said: timed.append(said)
         step(trainers, x, y)
         assert_same(*trainers)
-    assert len(seen) == 10 * 4 * 3
+    assert len(seen) == len(timed) == 5 * 4 * 3
 
 
 def test_synthesizers_learn_in_a_replay(monkeypatch):

@@ -63,6 +63,7 @@ class CapturedExecutor(LocalExecutor):
         if (
             self.refusal is not None
             or weight != 1.0
+            or any(other != 1.0 for _, other in self.targets.values())  # it is left out of what waits in rings
             or not isinstance(targets, Tensor)
             or self.observers
             or self.clock is not None
