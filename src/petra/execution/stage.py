@@ -217,7 +217,7 @@ class Stage:
                 gradient = laid_out_like(gradient, parameter)
             if parameter.grad is not None:
                 gradient = parameter.grad + gradient
-            elif not gradient.is_sparse and (storage_id(gradient) in taken or 0 in gradient.stride()):
+            elif not gradient.is_sparse and storage_id(gradient) in taken:
                 gradient = gradient.clone()
             if not gradient.is_sparse:
                 taken.add(storage_id(gradient))
