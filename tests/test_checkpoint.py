@@ -20,8 +20,7 @@ def make(network, **options):
         loss=cross_entropy,
         optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
         scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.97),
-        seed=5,
-        **options,
+        **{"seed": 5, **options},
     )
 
 
@@ -80,12 +79,20 @@ def test_weights_that_layers_share_can_be_exported(tmp_path):
         ({"stages": 3}, r"stages \[2, 2, 1, 1\], not \[2, 2, 2\]"),
         ({"accumulate": 2}, "accumulate 1, not 2"),
         ({"order": "lock-step"}, "order low-staleness, not lock-step"),
+        ({"seed": 1}, "seed 5, not 1"),
+        ({"message_dtype": torch.bfloat16}, r"messages torch\.float32, not torch\.bfloat16"),
     ],
 )
 def test_another_layout_is_refused(options, message):
     state = make(mixed_network(), stages=4).state_dict()
     with pytest.raises(ValueError, match=message):
         make(mixed_network(), **{"stages": 4, **options}).load_state_dict(state)
+
+
+def test_other_numbers_in_flight_are_refused():
+    one, other = (make(mixed_network(), stages=4, order=order) for order in ([5, 3, 1, 0], [5, 2, 1, 0]))
+    with pytest.raises(ValueError, match=r"in_flight \[5, 3, 1, 0\], not \[5, 2, 1, 0\]"):
+        other.load_state_dict(one.state_dict())
 
 
 def test_a_crash_while_writing_leaves_the_last_one_whole(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from networks import batches, mixed_network
 from torch import nn
 from trainers import make, same_weights, trained
 
-from petra.corrections import CORRECTIONS, Corrected, Correction, Site, choose, find
+from petra.corrections import CORRECTIONS, Corrected, Correction, Predict, Site, choose, find
 from petra.schedule import Kind, Pipelined, Schedule, lock_step, low_staleness
 
 SETS = {
@@ -293,6 +293,36 @@ def test_nothing_is_predicted_of_what_has_been_frozen_since(name, method):
             net[0].weight.requires_grad_(False)
         trainer.step(torch.randn(3, 4), torch.randint(4, (3,)))
     assert all(torch.equal(weight, net[0].weight) for weight in seen[-2:])
+
+
+def test_predictions_follow_the_largest_average_where_adam_does():
+    parameter = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([parameter], 0.1, (0.9, 0.5), weight_decay=0.0, amsgrad=True)
+    for gradient in (1.0, 0.0, 0.0):
+        parameter.grad = torch.full_like(parameter, gradient)
+        before = parameter.item()
+        optimizer.step()
+    (found,) = Predict().forward_weights(Site([parameter], optimizer, 1.0, updates=3), 1)
+    assert found.item() == pytest.approx(2 * parameter.item() - before)  # as far again as the last step went
+
+
+def test_spike_follows_an_optimizer_that_maximizes():
+    ends = []
+    for sign in (1, -1):
+        torch.manual_seed(1)
+        net = network(1)
+        trainer = make(
+            net,
+            stages=3,
+            corrections=["spike"],
+            loss=lambda y, target, sign=sign: sign * nn.functional.cross_entropy(y, target),
+            optimizer=lambda p, sign=sign: torch.optim.SGD(p, 0.1, 0.8, weight_decay=0.01, maximize=sign < 0),
+        )
+        for x, y in data(6):
+            trainer.step(x, y)
+        trainer.drain()
+        ends.append(net)
+    assert same_weights(*ends)
 
 
 def test_spike_gets_the_gradient_itself():

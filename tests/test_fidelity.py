@@ -249,6 +249,19 @@ def test_every_so_many_updates_and_nothing_is_left_behind(method):
     assert not trainer.executor.announcements
 
 
+def test_what_was_in_flight_before_a_state_was_loaded_is_waited_for_no_longer():
+    trainer = make(network(), stages=3)
+    empty = copy.deepcopy(trainer.state_dict())
+    data = list(batches(3, dtype=torch.float64))
+    with Fidelity(trainer.executor, every=3):
+        for x, y in data:
+            trainer.step(x, y)
+        assert trainer.executor.observers
+        trainer.load_state_dict(empty)
+        trainer.step(*data[0])
+        assert not trainer.executor.observers
+
+
 @pytest.mark.parametrize("order", ["low-staleness", "lock-step"])
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_what_is_not_watched_does_not_count_for_what_is(order, k):

@@ -10,8 +10,8 @@ import torch
 from networks import batches, reversible_network
 from trainers import make
 
-from petra.execution import LocalExecutor, run_together
-from petra.measure.timeline import Event, Timeline, Trace, align
+from petra.execution import Alone, LocalExecutor, run_together
+from petra.measure.timeline import Clock, Event, Timeline, Trace, align
 from petra.schedule import Action, Kind, low_staleness
 
 RANKS, TICKS = 3, 12
@@ -89,9 +89,11 @@ def test_idle_is_what_is_not_work():
     def event(process, tick, start, stop):
         return Event(process, tick, Action(process, Kind.FORWARD, tick), start, start, stop)
 
-    events = [event(0, t, 10 * t, 10 * t + 9) for t in range(10)] + [event(1, t, 10 * t, 10 * t + 5) for t in range(10)]
+    events = [event(0, t, 10 * t, 10 * t + 9) for t in range(10)] + [
+        event(1, t, 10 * t + 3, 10 * t + 8) for t in range(10)
+    ]
     trace = Trace(events, ["rank 0", "rank 1"], 2, 0.0)
-    first, second = trace.idle()  # from 20 to 95
+    first, second = trace.idle()  # from 23 to 98
     assert first == pytest.approx(1 - (7 * 9 + 5) / 75)
     assert second == pytest.approx(1 - 8 * 5 / 75)
     assert trace.table().splitlines()[-1].split() == ["rank", "1", "46.7%"]
@@ -111,6 +113,16 @@ def test_clocks_that_differ_are_aligned(monkeypatch):
     for rank, found in enumerate(run_together(work, RANKS)):
         assert abs(found.offset - 100.0 * rank) <= found.error + 1e-9
         assert found.error < 0.5
+
+
+def test_clocks_that_drift_are_followed(monkeypatch):
+    clocks = iter([Clock(10.0, 0.0, when=100.0), Clock(12.0, 0.0, when=200.0)])
+    monkeypatch.setattr("petra.measure.timeline.align", lambda transport: next(clocks))
+    executor = LocalExecutor([], low_staleness(1))
+    timeline = Timeline(executor, Alone(), 1)
+    executor.clock(0, Action(0, Kind.FORWARD, 0), 100.0, 150.0, 200.0)
+    (event,) = timeline.finish().events
+    assert (event.asked, event.began, event.ended) == (90.0, 139.0, 188.0)
 
 
 def test_a_trace_waits_for_the_gpu_that_is_at_work(monkeypatch):
