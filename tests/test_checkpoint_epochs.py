@@ -5,6 +5,7 @@ import json
 import pytest
 
 from petra.training.config import RunConfig
+from petra.training.metrics import MetricsLog
 from petra.training.run import Run
 
 OPTIONS = {"model": "revnet18", "model_options": {"width": 4, "depths": [1]}, "data": "synthetic:1x4x4:3:40"}
@@ -53,6 +54,15 @@ def test_a_run_that_dies_goes_on_from_the_last_one(tmp_path):
     assert again()["weights_sha256"] == whole["weights_sha256"]
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records] == [1, 2, 3, 4, 5]
+
+
+def test_metrics_that_are_lost_leave_no_gap(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for keep, kept in ((0, [1]), (1000, [1, 2])):  # as much as the checkpoint knows of, more than is there
+        log = MetricsLog(file, keep)
+        log.write(kept[-1], {"epoch": kept[-1]})
+        log.close()
+        assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == kept
 
 
 def test_none_at_all_is_refused():

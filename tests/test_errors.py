@@ -127,6 +127,23 @@ class TestErrors:
         trainer.step(*data[2])
         trainer.drain()
 
+    def test_nothing_is_left_of_a_tick_that_was_stopped_between_a_loss_and_its_gradient(self):
+        trainer = make(mixed_network(), stages=3)
+        data = list(batches(4))
+        trainer.step(*data[0])
+        good = copy.deepcopy(trainer.state_dict())
+
+        def stop(tick, action, stage):
+            if stage.last:
+                raise KeyboardInterrupt
+
+        trainer.executor.observers.append(stop)
+        with pytest.raises(KeyboardInterrupt):
+            [trainer.step(x, y) for x, y in data[1:]]
+        trainer.executor.observers.clear()
+        trainer.load_state_dict(good)
+        trainer.state_dict()
+
     def test_optimizers_and_schedulers_that_a_pipeline_cannot_drive(self):
         with pytest.raises(ValueError, match="LBFGS"):
             make(mixed_network(), optimizer=torch.optim.LBFGS)

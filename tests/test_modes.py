@@ -19,13 +19,14 @@ def test_dropout_masks_do_not_depend_on_the_cut():
     assert not same_weights(runs[0], trained(network, method="reversible", seed=1))
 
 
-def test_runs_repeat_and_the_global_random_state_is_left_alone():
+@pytest.mark.parametrize("method", ["petra", "dni"])
+def test_runs_repeat_and_the_global_random_state_is_left_alone(method):
     network = mixed_network()
     torch.manual_seed(1)
-    first = trained(copy.deepcopy(network), stages=4)
+    first = trained(copy.deepcopy(network), ticks=4, method=method, stages=4)
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    second = trained(network, stages=4)
+    second = trained(network, ticks=4, method=method, stages=4)
     assert same_weights(first, second)
     assert torch.equal(state, torch.get_rng_state())
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from petra import Trainer
-from petra.execution import Alone, run_together
+from petra.execution import Alone, Diverged, run_together
 from petra.schedule import Kind
 from petra.training import checkpoint
 from petra.training.checkpoint import Checkpoints
@@ -283,6 +283,14 @@ def test_memory_is_measured_with_a_full_pipeline_and_an_update(tmp_path, method,
     actions = [action for phase in run.trainer.order.tick(tick, tick + 1) for action in phase]
     assert {action.stage for action in actions if action.kind is Kind.BACKWARD} == {0, 1, 2, 3}
     assert Kind.UPDATE in {action.kind for action in actions}
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    run = make(tmp_path / "run")
+    run.trainer.network[1].f[0].weight.data[0] = torch.inf
+    with pytest.raises(Diverged, match=r"conv1\.weight is not finite after micro-batch .*: lower the learning rate"):
+        run._save()
+    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def test_a_stand_in_is_not_counted(tmp_path):

@@ -12,6 +12,7 @@ from petra.cli.main import main
 from petra.execution import run_together
 from petra.training.config import RunConfig
 from petra.training.run import Run
+from petra.training.weights import same_weights
 
 SMALL = {"model": "revnet18", "model_options": {"width": 4, "depths": [1, 1]}, "data": "digits", "epochs": 1}
 COMMAND = [
@@ -39,6 +40,15 @@ def first_weights(config, folder, **options):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_weights_are_the_same_if_none_is_another_and_there_are_no_more(tmp_path):
+    file, weights = tmp_path / "weights.safetensors", {"a": torch.zeros(2), "b": torch.ones(2)}
+    assert not same_weights(weights, file)
+    save_file(weights, file)
+    assert same_weights(weights, file)
+    for others in ({"a": torch.zeros(2)}, {**weights, "c": torch.ones(1)}, {**weights, "b": torch.zeros(2)}):
+        assert not same_weights(others, file)
 
 
 def test_a_run_begins_with_them(earlier, tmp_path):
