@@ -131,6 +131,15 @@ def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
     assert list(tmp_path.iterdir()) == [kept]
 
 
+def test_what_another_rank_writes_of_the_next_one_stays(tmp_path):
+    checkpoints = checkpoint.Checkpoints(tmp_path, Alone())
+    checkpoints.save({}, {})
+    checkpoint.save(tmp_path / "000003" / "stage1.pt", {})
+    checkpoints.save({}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000002", "000003", "latest.json"]
+    assert (tmp_path / "000003" / "stage1.pt").exists()
+
+
 def test_what_takes_over_is_on_disk_first(tmp_path, monkeypatch):
     """The file is synced before it is renamed, and the folder after."""
     calls = []

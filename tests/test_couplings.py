@@ -206,6 +206,15 @@ def test_affine(depth):
     assert check_invertible(blocks, *(x.detach() for x in pair(4, 3, 5, 5)), tolerance=1e-8)
 
 
+def test_the_gradient_of_the_stream_that_is_passed_on_may_be_the_only_one():
+    (coupling,) = ReversibleResidual(nn.Linear(3, 3)).couplings()
+    x, y, gradient = torch.randn(3, 2, 3)
+    found = coupling.reverse(coupling.forward((x, y)), (None, gradient))
+    assert found.gradients[0].equal(gradient)
+    assert found.gradients[1] is None
+    assert not found.parameters
+
+
 def test_nothing_cannot_be_inverted():
     with pytest.raises(ValueError, match="nothing to run: give a tensor"):
         check_invertible(ReversibleResidual(nn.Identity()))

@@ -5,6 +5,7 @@ import shlex
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from petra import models
 from petra.cli.main import build_parser, main
@@ -116,7 +117,11 @@ def test_what_is_left_of_an_epoch_is_left_out_on_request(given, tmp_path):
 def test_a_run_follows_its_configuration(tmp_path):
     """Learning rate of every update, and every micro-batch of every epoch in an update in the end."""
     options = {"epochs": 2, "batch_size": 200, "accumulate": 3, "model_options": {"width": 2, "depths": [1, 1]}}
-    run = Run(RunConfig.from_options("digits", {**options, "drops": (0.5,), "stages": 4}), tmp_path, quiet=True)
+    run = Run(
+        RunConfig.from_options("digits", {**options, "drops": (0.5,), "stages": 4, "label_smoothing": 0.3}),
+        tmp_path,
+        quiet=True,
+    )
     rates = []
     run.trainer.executor.observers.append(
         lambda tick, action, stage: (
@@ -133,3 +138,4 @@ def test_a_run_follows_its_configuration(tmp_path):
     best = max(record["test_accuracy"] for record in records)
     assert summary["best_test_accuracy"] == best
     assert records[summary["best_epoch"] - 1]["test_accuracy"] == best
+    assert records[-1]["test_loss"] == run.trainer.evaluate(run.test.epoch(0), cross_entropy).loss  # not smoothed

@@ -1,5 +1,6 @@
 """Ranks as threads of this process: any cut, any placement, any order gives the bits of one process."""
 
+import copy
 from itertools import product
 
 import pytest
@@ -275,6 +276,23 @@ def test_a_gradient_that_is_missing_now_and_then_is_refused():
 
     with pytest.raises(ValueError, match="stage 1 has no gradient for one of its inputs in micro-batch"):
         run_together(work, ranks=2)
+
+
+def test_messages_that_have_come_since_a_state_are_forgotten_with_it():
+    def work(transport):
+        torch.manual_seed(0)
+        trainer = make(mixed_network(), stages=2, order="lock-step", transport=transport)
+        trainer.step(*data[0])
+        state = copy.deepcopy(trainer.state_dict())
+        for x, y in data[1:]:
+            trainer.step(x, y)
+        trainer.load_state_dict(state)
+        for index, stage in trainer.state_dict()["stages"].items():
+            for what in ("ups", "downs"):
+                assert stage["flight"][what].keys() == state["stages"][index]["flight"][what].keys()
+
+    data = list(batches(4))
+    run_together(work, 2)
 
 
 def test_what_one_rank_refuses_is_refused_by_all():
