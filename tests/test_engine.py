@@ -276,6 +276,9 @@ def test_what_a_caller_can_read():
     assert [g.shape for g in stage.gradients()] == [p.shape for p in stage.parameters]
     assert sorted(stage.kept) == [3, 4]
     assert stage.held()["inputs"]
+    trainer.drain()
+    trainer.step(x, y)
+    assert trainer.executor.doing.tick == 6  # of all, not of those since the pipeline was empty
 
 
 def test_what_would_train_nothing_or_otherwise_is_refused_and_leaves_no_trace():

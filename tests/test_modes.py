@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from trainers import make, same_weights, trained
 
 from petra import METHODS, LayerError, Network, ReversibleResidual
+from petra.methods import Settings
 
 
 def test_dropout_masks_do_not_depend_on_the_cut():
@@ -17,6 +18,12 @@ def test_dropout_masks_do_not_depend_on_the_cut():
     runs = [trained(copy.deepcopy(network), method="reversible", stages=s) for s in (1, 2, 6, [1, 4, 1])]
     assert all(same_weights(runs[0], run) for run in runs[1:])
     assert not same_weights(runs[0], trained(network, method="reversible", seed=1))
+
+
+def test_dropout_masks_of_replicas_differ():
+    masks = [Settings(torch.device("cpu"), seed=3, replica=replica).masks for replica in range(4)]
+    assert masks[0] == 3
+    assert len(set(masks)) == 4
 
 
 @pytest.mark.parametrize("method", ["petra", "dni"])

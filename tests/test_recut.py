@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,20 @@ def test_memory_is_measured_with_a_full_pipeline_and_an_update(tmp_path, method,
     actions = [action for phase in run.trainer.order.tick(tick, tick + 1) for action in phase]
     assert {action.stage for action in actions if action.kind is Kind.BACKWARD} == {0, 1, 2, 3}
     assert Kind.UPDATE in {action.kind for action in actions}
+
+
+def test_replicas_go_on_with_the_figures_of_an_epoch_once(tmp_path):
+    def work(transport):
+        run = make(tmp_path / "run", transport, replicas=2)
+        for x, y in islice(run.train.epoch(0), 6):
+            run.position.count(run.trainer.step(x, y))
+        run._save()
+        run.close()
+        return run._sums(), make(tmp_path / "run", transport, resume=True, replicas=2)._sums()
+
+    for before, after in run_together(work, 1, 2):
+        assert before == after
+        assert before[2] > 0
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
