@@ -131,6 +131,14 @@ def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
     assert list(tmp_path.iterdir()) == [kept]
 
 
+def test_a_first_one_that_was_cut_off_does_not_count(tmp_path):
+    checkpoint.save(tmp_path / "000001" / "stage0.pt", {})
+    assert not checkpoint.Checkpoints(tmp_path, Alone()).exist()
+    checkpoint.save(tmp_path / "000002" / "stage0.pt", {})
+    with pytest.raises(ValueError, match=r"latest\.json is not there, but .*000002 is"):
+        checkpoint.Checkpoints(tmp_path, Alone())
+
+
 def test_what_another_rank_writes_of_the_next_one_stays(tmp_path):
     checkpoints = checkpoint.Checkpoints(tmp_path, Alone())
     checkpoints.save({}, {})

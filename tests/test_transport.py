@@ -278,6 +278,19 @@ def test_a_gradient_that_is_missing_now_and_then_is_refused():
         run_together(work, ranks=2)
 
 
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_a_message_that_there_is_no_room_for_is_noticed(other):
+    def work(transport):
+        action = Action(0, Kind.FORWARD, 0)
+        if transport.place.rank == 0:
+            transport.send(1, action, (other,))
+        else:
+            with pytest.raises(BadMessage, match="has come in place of"):
+                transport.receive(0, action, (torch.empty(2, device="meta"),))()
+
+    run_together(work, 2)
+
+
 def test_messages_that_have_come_since_a_state_are_forgotten_with_it():
     def work(transport):
         torch.manual_seed(0)
