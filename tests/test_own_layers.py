@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from delays import Head, Lift, data
 from torch import nn
 from torch.nn.functional import cross_entropy
+from trainers import make
 
 from petra import Network, ReversibleBlock, ReversibleLayer, Trainer, plain_autograd
 
@@ -100,3 +102,25 @@ def test_companions_above_fewer_streams_get_gradients_in_a_trainer(method):
     trainer = Trainer(network, loss=cross_entropy, optimizer=optimizer, method=method, stages=1)
     trainer.step(x, y)
     torch.testing.assert_close(network[0].scale.grad, expected, rtol=1e-10, atol=1e-10)
+
+
+class Own(ReversibleLayer):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    def forward(self, x, y):
+        return x, y + self.f(x)
+
+    def inverse(self, x, y):
+        return x, y - self.f(x)
+
+
+def test_norms_of_a_layer_of_ones_own_count_each_microbatch_once():
+    """Though it is evaluated twice on the way back."""
+    own = Own()
+    trainer = make(Network(Lift(3), own, Head(3)).double(), stages=3)
+    for x, y in data(4):
+        trainer.step(x, y)
+    trainer.drain()
+    assert own.f[1].num_batches_tracked == 4
