@@ -83,7 +83,7 @@ class Stage:
         self.tau = n / k
         self.m = hyper["momentum"]
         if "inertia" in c and n > 0:
-            self.m = max(self.m, 1 - 1 / max(c["inertia"] * self.tau**2, 1))
+            self.m = max(self.m, 1 - 1 / max(c["inertia"] * k * self.tau**2, 1))
         self.versions = [[w.detach().clone() for w in weights]]
         self.velocity = [None]  # of each version
         self.delta = [torch.zeros_like(w) for w in weights]
@@ -105,7 +105,7 @@ class Stage:
         u = base + max(m - self.n, 0) // self.k
         d = m // self.k - max(m - self.n, 0) // self.k
         w = self.versions[u]
-        if {"predict", "coast"} & set(self.c) and d > 0 and self.velocity[u] is not None:
+        if {"predict", "coast"} & set(self.c) and d > 0 and self.tau >= 1 and self.velocity[u] is not None:
             steps = d if "predict" in self.c else self.coasting(d)
             w = [a - self.lr(u) * steps * v for a, v in zip(w, self.velocity[u], strict=True)]
         return w

@@ -34,7 +34,7 @@ class Guesses:
     def __init__(self, stage, names, delays, every):
         self.corrections = {name: find(name) for name in names}
         self.delays, self.every = delays, every
-        self.site = Site(stage.parameters, stage.optimizer, 0)
+        self.site = Site(stage.parameters, stage.optimizer, max(delays))
         self.open = []  # update that is guessed, delay, weights now, guesses by name, what lr·v is
         self.errors = defaultdict(list)  # by name and delay
         self.best = defaultdict(list)  # by delay

@@ -1,7 +1,7 @@
 """How sharp a quadratic loss may be for a stage whose gradients come late: theory, computed exactly.
 
     python benchmarks/prediction/stability.py
-    python benchmarks/prediction/stability.py --accumulate 8 --in-flight 4 9 17 --correct none predict,inertia:32
+    python benchmarks/prediction/stability.py --accumulate 8 --in-flight 4 9 17 --correct none predict,inertia:4
 
 One weight, a loss of curvature h, SGD with momentum m, k micro-batches to an update and n of them in flight. What a
 gradient sees are the weights of its forward. From update to update everything is linear, and it is stable as long as no
@@ -24,13 +24,13 @@ def update_map(curvature, n, k, m, correct, nesterov):
     """An update as a matrix, with lr = 1 - m. The state is weight and velocity now and 1, 2, … updates ago."""
     names = dict(name.partition(":")[::2] for name in correct.split(",") if name != "none")
     if "inertia" in names:
-        m = 1 - 1 / max(1 / (1 - m), float(names["inertia"] or 1) * (n / k) ** 2)
+        m = 1 - 1 / max(1 / (1 - m), float(names["inertia"] or 1) * n**2 / k)
     size = -(-n // k) + 1
     gradient = torch.zeros(2 * size, dtype=torch.float64)
     for j in range(k):  # of the micro-batches of this update, the forward of j was d updates ago
         d = max(-((j - n) // k), 0)
         gradient[d] += curvature / k
-        gradient[size + d] -= curvature / k * (1 - m) * _ahead(d, m, names, nesterov)
+        gradient[size + d] -= curvature / k * (1 - m) * (_ahead(d, m, names, nesterov) if n >= k else 0)
     velocity = gradient.clone()
     velocity[size] += m
     step = gradient + m * velocity if nesterov else velocity
@@ -67,7 +67,7 @@ def limit(n, k, m, correct, nesterov):
     return low / k
 
 
-DEFAULT = ["none", "predict", "coast", "predict,inertia:1", "predict,inertia:4", "predict,inertia:32"]
+DEFAULT = ["none", "predict", "coast", "inertia:4", "predict,inertia:1", "predict,inertia:4"]
 
 
 def main() -> None:

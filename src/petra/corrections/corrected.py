@@ -34,7 +34,7 @@ class Corrected:
     ) -> None:
         assert in_flight > 0
         self.corrections = list(corrections)
-        self.site = Site(parameters, optimizer, in_flight / accumulate)
+        self.site = Site(parameters, optimizer, in_flight / accumulate, accumulate)
         self._accumulate = accumulate
         self._began: dict[int, int] = {}  # micro-batch in flight -> updates before its forward
         self._blank = blank  # updates with gradients of zero that are still to come

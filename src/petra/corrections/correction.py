@@ -21,6 +21,8 @@ class Site:
     optimizer: torch.optim.Optimizer
     staleness: float
     """τ: updates between a forward and its backward, in the mean over the micro-batches of a full pipeline."""
+    accumulate: int = 1
+    """k: micro-batches to an update."""
     updates: int = 0
     """How many there have been."""
     rate: float = 1.0

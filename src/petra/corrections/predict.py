@@ -17,7 +17,8 @@ class Predict(Correction):
     """Forward with θ - lr·d·v, a guess at the weights of the backward d updates later; backward with θ as always.
 
     v is what the optimizer moves along if no new gradient comes: the momentum buffer of SGD, m̂/(√v̂ + ε) of Adam.
-    Nothing is predicted before the first update.
+    Nothing is predicted before the first update, nor where τ < 1: some micro-batches of an update have current weights
+    then, and others those of before, of which the mean is steadier than what it would be with a guess.
     """
 
     name = "predict"
@@ -42,7 +43,7 @@ class Predict(Correction):
 
     @torch.no_grad()
     def forward_weights(self, site: Site, delay: int) -> Weights | None:
-        if site.updates == 0:
+        if site.updates == 0 or site.staleness < 1:
             return None
         found: dict[Tensor, Tensor] = {}
         for parameter, group in site.groups():
