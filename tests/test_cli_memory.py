@@ -26,7 +26,10 @@ def counted_for_real(method, stages):
 
 def test_it_counts_what_a_real_run_has(tmp_path, capsys):
     assert main(["memory", *SMALL, "--stages", "1,3", "--out", str(tmp_path), "--quiet"]) == 0
-    found = json.loads((tmp_path / "memory.json").read_text())["bytes_of_stages"]
+    written = json.loads((tmp_path / "memory.json").read_text())
+    assert written["image"] == [3, 8, 8]
+    assert written["model_options"]["width"] == 4
+    found = written["bytes_of_stages"]
     for method in ("backprop", "features-replay", "ddg", "dni"):
         assert found[method]["3"] == counted_for_real(method, 3)
         assert found[method]["1"] == found["backprop"]["1"]

@@ -58,7 +58,7 @@ def limit(n, k, m, correct, nesterov):
     def stable(curvature):
         return torch.linalg.eigvals(update_map(curvature, n, k, m, correct, nesterov)).abs().max() <= 1 + 1e-9
 
-    low, high = 1e-3, 1e-3
+    low = high = 1e-6
     while stable(high):
         low, high = high, high * 1.1
     while high / low > 1.001:
@@ -79,6 +79,11 @@ def main() -> None:
     parser.add_argument("--correct", nargs="+", default=DEFAULT, help="none, or predict, coast and inertia by commas")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     options = parser.parse_args()
+    names = {name.partition(":")[0] for correct in options.correct for name in correct.split(",")}
+    if unknown := names - {"none", "predict", "coast", "inertia"}:
+        parser.error(f"--correct has {', '.join(sorted(unknown))}: only predict, coast and inertia are in the theory")
+    if not 0 < options.momentum < 1 or min(options.accumulate) < 1 or min(options.in_flight) < 0:
+        parser.error("--momentum is between 0 and 1, --accumulate 1 or more, --in-flight 0 or more")
     rows, limits = [], {}
     for k in options.accumulate:
         for correct in options.correct:

@@ -27,8 +27,9 @@ def add_to(commands: Any) -> None:
         "memory",
         help="count activations for several numbers of stages",
         description="Counts the activations that each method has alive at its peak, summed over the stages as if each "
-        "had a device, for several numbers of stages. It is done on paper: nothing is computed, and no such memory is "
-        "needed. Writes memory.json and memory.png into --out.",
+        "had a device, for several numbers of stages and one micro-batch to an update. It is done on paper: nothing is "
+        "computed, and no such memory is needed. Attention counts with its T×T probabilities, which fused kernels do "
+        "not keep. Writes memory.json and memory.png into --out.",
         epilog="Example: petra memory --model resnet101-cifar --methods backprop features-replay ddg dni",
     )
     add_network_options(parser, batch_size=128)
@@ -59,11 +60,13 @@ def run(options: argparse.Namespace) -> None:
     for name, own in cases.items():
         for k, case in own.items():
             if not options.quiet:
-                print(f"petra memory: {name}, {k} of {max(own)} stages …", file=sys.stderr)
+                print(f"petra memory: {name}, K = {k} …", file=sys.stderr)
             rows.setdefault(name, {})[k] = count(case)
     sums = {name: {k: sum(found) for k, found in own.items()} for name, own in rows.items()}
     options.out.mkdir(parents=True, exist_ok=True)
-    what = {"model": options.model, "batch_size": options.batch_size, "order": options.order}
+    one = next(iter(cases[names[0]].values()))
+    what = {name: getattr(one, name) for name in ("model", "model_options", "image", "batch_size")}
+    what["order"] = options.order
     found = {"bytes_of_stages": rows, "environment": environment()}
     checkpoint.write_json(options.out / "memory.json", {**what, **found})
     print(table(sums))

@@ -18,7 +18,7 @@ class Predict(Correction):
 
     v is what the optimizer moves along if no new gradient comes: the momentum buffer of SGD, m̂/(√v̂ + ε) of Adam.
     Nothing is predicted before the first update, nor where τ < 1: some micro-batches of an update have current weights
-    then, and others those of before, of which the mean is steadier than what it would be with a guess.
+    then, and others those of before, of which the mean is mostly steadier than what it would be with a guess.
     """
 
     name = "predict"

@@ -286,7 +286,7 @@ class Chain:
             why, instead = "this method runs it twice for each micro-batch", "train with backprop, gpipe or 1f1b"
             if not counts:
                 why = "it is to run again, to measure gradients or for a graph that was in flight in a checkpoint"
-                instead = "take checkpoints after drain()"
+                instead = "do not measure, and take checkpoints after drain()"
             raise LayerError(
                 f"layer {index} ({type(layer).__name__}) changes a buffer of its {type(module).__name__} whenever it "
                 f"runs, and {why}: leave that out, derive norms from those of torch.nn, or {instead}"
