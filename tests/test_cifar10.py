@@ -230,10 +230,11 @@ def test_a_figure_for_each_network_from_what_was_kept(tmp_path):
         assert figures.draw(plan, known, tmp_path) == []
 
 
-def test_a_table_of_other_epochs_is_not_overwritten_by_an_empty_one(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("how", [["--summarise"], ["--data", ".", "--limit", "0"]])
+def test_a_table_of_other_epochs_is_not_overwritten_by_an_empty_one(how, tmp_path, monkeypatch, capsys):
     (tmp_path / "replay.md").write_text("of fifteen epochs")
-    folders = ["--out", str(tmp_path), "--results", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["run.py", "replay", "--summarise", *folders])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "replay", *how, "--out", "runs", "--results", "."])
     assert run.main() == 3
     assert (tmp_path / "replay.md").read_text() == "of fifteen epochs"
     assert "nothing is written" in capsys.readouterr().out

@@ -106,7 +106,7 @@ def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, resul
     for plan in given.plans:
         own = PLANS[plan]
         missing = [t.name for t in own if t.name not in known]
-        if given.summarise and len(missing) == len(own):  # what there is may be of other epochs
+        if len(missing) == len(own):  # what there is may be of other epochs
             print(f"\n{plan}: 0 of {len(own)} trainings, nothing is written")
             continue
         table = TABLES[plan](known)
