@@ -278,6 +278,13 @@ def test_a_job_that_diverged_has_not_failed(tmp_path):
     assert outcome == jobs.Outcome(diverged={"lost": said})
 
 
+def test_a_job_that_was_killed_is_not_taken_for_what_it_said_before(tmp_path):
+    lost = job(tmp_path, "lost", "import os\nos.kill(os.getpid(), 9)")
+    lost.folder.mkdir()
+    (lost.folder / jobs.LOG).write_text("petra: stopped in epoch 3; continue with --resume\n")
+    assert jobs.carry_out([lost], at_once=1).failed == {"lost": "ended by SIGKILL"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -99,6 +99,9 @@ def _end(one: _Running, outcome: Outcome, asked: bool) -> None:
     elif code == 130 or (asked and code in (-signal.SIGTERM, -signal.SIGKILL)):
         outcome.stopped.append(name)
         said = "stopped"
+    elif code < 0:  # without a word: the log ends with what was said before
+        outcome.failed[name] = f"ended by {signal.Signals(-code).name}"
+        said = f"FAILED: {outcome.failed[name]}"
     elif found := divergence(one.job.folder):
         outcome.diverged[name] = found
         said = f"diverged: {found}"
