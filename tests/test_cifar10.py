@@ -285,6 +285,16 @@ def test_a_job_that_was_killed_is_not_taken_for_what_it_said_before(tmp_path):
     assert jobs.carry_out([lost], at_once=1).failed == {"lost": "ended by SIGKILL"}
 
 
+def test_data_of_another_kind_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.parquet").write_bytes(b"no parquet")
+    folders = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run.py", "full", *folders])
+    assert run.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("run.py: error: ")
+    assert "train.parquet" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

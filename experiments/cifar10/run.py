@@ -8,8 +8,8 @@
 Each training is a `petra train` (or `petra fidelity`) in a folder of its own under --out, to which all that follows --
 is given. One that is finished or has diverged is not made again, one that was begun goes on from its last checkpoint:
 give the same command until nothing is left. Results go into --results, which is all that has to be kept. The exit code
-is 0 if all trainings have come to an end, 1 if some failed and 3 if some are left. Times of --list are estimates, not
-measurements.
+is 0 if all trainings have come to an end, 1 if some failed, 2 for bad input and 3 if some are left. Times of --list are
+estimates, not measurements.
 """
 
 from __future__ import annotations
@@ -131,7 +131,11 @@ def main() -> int:
     failed: dict[str, str] = {}
     if not given.summarise:
         given.out.mkdir(parents=True, exist_ok=True)
-        data = None if given.smoke else cache.decoded(given.data, given.out)
+        try:
+            data = None if given.smoke else cache.decoded(given.data, given.out)
+        except (ValueError, OSError) as error:
+            print(f"run.py: error: {error}", file=sys.stderr)
+            return 2
         known = results.collect(trials, given.out, given.results)
         left = [job(trial, given, data, extra) for trial in trials if trial.name not in known]
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given.jobs)))
