@@ -157,7 +157,7 @@ def run_of(folder, accuracies, rates=None):
         {"test_accuracy": a, "lr": lr, "train_loss": None, "test_loss": float("nan"), "seconds": 1.26 * i}
         for i, (a, lr) in enumerate(zip(accuracies, rates, strict=True))
     ]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "config.json").write_text('{"data": "somewhere", "epochs": 4, "drops": [0.25, 0.5]}')
 
 
@@ -186,7 +186,7 @@ def test_a_training_that_diverged_is_a_result(tmp_path):
     folder = tmp_path / "out" / trial.name
     run_of(folder, [0.3, 0.2])
     rows = [measurement(0.5, 0, 1.0), measurement(1.0, 0, 0.5), measurement(1.5, 0, None), measurement(0.5, "all", 9.0)]
-    (folder / "fidelity.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "fidelity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / jobs.LOG).write_text("petra: stopped in epoch 1\n")
     assert results.collect([trial], tmp_path / "out", tmp_path / "results") == {}
     said = str(NonFiniteLoss("the loss of micro-batch 7 on stage 3 is nan: look for it"))
@@ -293,6 +293,13 @@ def test_data_of_another_kind_is_refused_in_one_line(tmp_path, monkeypatch, caps
     said = capsys.readouterr().err
     assert said.startswith("run.py: error: ")
     assert "train.parquet" in said
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
+    trial = PLANS["full"][0]
+    (tmp_path / trial.name / "checkpoint").mkdir(parents=True)
+    (tmp_path / trial.name / "metrics.jsonl").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
+    assert results.state(trial, tmp_path, {}) == "2 of 300 epochs"
 
 
 @pytest.mark.parametrize(

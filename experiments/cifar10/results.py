@@ -122,7 +122,9 @@ def likeness(result: Result) -> list[dict[str, Any]]:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """The records of a file, but for one that is still being written, or was when there was no more room."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def diverged(trial: Trial, known: dict[str, Result]) -> bool:
