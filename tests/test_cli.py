@@ -215,6 +215,23 @@ def test_compare(tmp_path, capsys):
     assert main([*arguments, "--out", str(tmp_path), "--overwrite"]) == 0
 
 
+def test_a_method_that_diverges_does_not_end_a_comparison(tmp_path, capsys):
+    arguments = ["compare", *SMALL, "--quiet", "--epochs", "1", "--lr", "1e9", "--warmup-epochs", "0"]
+    assert main([*arguments, "--methods", "backprop", "petra", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    rows = said.out.splitlines()[2:]
+    assert [row.split()[:4] for row in rows] == [
+        ["backprop", "4", "sequential", "diverged"],
+        ["petra", "4", "low-staleness", "diverged"],
+    ]
+    assert said.err.startswith("petra: error: backprop and petra diverged: the loss of micro-batch ")
+    kept = json.loads((tmp_path / "comparison.json").read_text())
+    assert [(one["method"], "is nan" in one["diverged"] or "is inf" in one["diverged"]) for one in kept] == [
+        ("backprop", True),
+        ("petra", True),
+    ]
+
+
 @pytest.mark.parametrize("command", [["methods"], ["recipes"], ["schedule"], ["schedule", "--text"]])
 def test_lists_and_drawings(command, capsys):
     assert main(command) == 0

@@ -10,6 +10,7 @@ from typing import Any
 from petra import methods
 from petra.cli.options import add_run_options, given, refuse_capture, reporting, set_up_device
 from petra.cli.plot import read
+from petra.execution import Diverged
 from petra.measure.run_figure import check_plots, draw_runs
 from petra.tables import mebibytes, render
 from petra.training import checkpoint
@@ -18,13 +19,17 @@ from petra.training.files import CHECKPOINTS, CONFIG, refuse_file, refuse_to_ove
 from petra.training.run import Run
 from petra.training.weights import check_weights
 
+DIVERGED = "diverged"
+"""In the table, and in comparison.json the name of what a method said that did."""
+
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "compare",
         help="train with several methods and compare them",
-        description="Trains the same network on the same data and seed with several methods, and prints a table.",
+        description="Trains the same network on the same data and seed with several methods, and prints a table. "
+        "One that diverges is in it as such; the others go on.",
         epilog="Example: petra compare --recipe digits --methods backprop reversible petra delayed",
     )
     add_run_options(parser, with_method=False)
@@ -72,16 +77,27 @@ def run(options: argparse.Namespace) -> None:
     refuse_capture(options)
     device = set_up_device(options)
     data = configs[0].load_data()
-    summaries = []
+    summaries: list[dict[str, Any]] = []
+    lost: dict[str, str] = {}
     for config in configs:
         folder = options.out / config.method
         how = {"overwrite": options.overwrite, "resume": options.resume, "device": device, "data": data}
-        summaries.append(Run(config, folder, **how, **reporting(options))())
+        job = Run(config, folder, **how, **reporting(options))
+        try:
+            summaries.append(job())
+        except Diverged as error:  # which is a result, and says nothing of the others
+            lost[config.method] = str(error)
+            stages = len(job.trainer.placement)
+            kept = {"method": config.method, "stages": stages, "order": job.trainer.order.name}
+            summaries.append({**kept, DIVERGED: str(error)})
     checkpoint.write_json(options.out / "comparison.json", summaries)
     if options.plot:
-        draw_runs([read(options.out / name) for name in names], options.out / "comparison.png")
+        called = {name: f"{name}, {DIVERGED}" if name in lost else name for name in names}
+        draw_runs([read(options.out / name, called[name]) for name in names], options.out / "comparison.png")
     sys.stderr.flush()
-    print(table(summaries))
+    print(table(summaries), flush=True)
+    if lost:
+        raise Diverged(f"{' and '.join(lost)} {DIVERGED}: {next(iter(lost.values()))}")
 
 
 def _refuse_another(config: RunConfig, folder: Path) -> None:
@@ -102,7 +118,9 @@ def table(summaries: list[dict[str, Any]]) -> str:
     return render(
         ["method", "stages", "order", "test accuracy", "samples/s", "peak activation memory", "stashed weights"],
         [
-            [
+            [s["method"], s["stages"], s["order"], DIVERGED, "", "", ""]
+            if DIVERGED in s
+            else [
                 s["method"],
                 len(s["stages"]),
                 s["order"],
