@@ -285,6 +285,19 @@ def test_a_job_that_was_killed_is_not_taken_for_what_it_said_before(tmp_path):
     assert jobs.carry_out([lost], at_once=1).failed == {"lost": "ended by SIGKILL"}
 
 
+def test_a_service_that_is_at_work_already_is_used_and_left_alone(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.write_text(f"#!/bin/sh\necho called $1 >> {tmp_path}/calls\nexit 1\n")  # as where there is one
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
+        monkeypatch.setenv(name, "")
+    with jobs.shared_gpu(tmp_path, True):
+        assert (tmp_path / "calls").read_text() == "called -d\n"
+    assert (tmp_path / "calls").read_text() == "called -d\n"
+    assert "was not started" in capsys.readouterr().err
+
+
 def test_data_of_another_kind_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.parquet").write_bytes(b"no parquet")
     folders = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--results", str(tmp_path)]

@@ -147,8 +147,11 @@ def shared_gpu(folder: Path, wanted: bool) -> Iterator[None]:
     pipes = folder.resolve() / "mps"
     pipes.mkdir(parents=True, exist_ok=True)
     os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
-    subprocess.run([program, "-d"], check=True)
+    started = subprocess.run([program, "-d"], check=False).returncode == 0
+    if not started:  # there is one of another runner, perhaps of one that was killed
+        print(f"the service was not started: trainings use the one in {pipes}, or the GPU by turns", file=sys.stderr)
     try:
         yield
     finally:
-        subprocess.run([program], input=b"quit\n", check=False)
+        if started:
+            subprocess.run([program], input=b"quit\n", check=False)
