@@ -240,6 +240,18 @@ def test_a_table_of_other_epochs_is_not_overwritten_by_an_empty_one(how, tmp_pat
     assert "nothing is written" in capsys.readouterr().out
 
 
+def test_dni_which_is_the_same_in_all_epochs_makes_no_table_of_other_epochs(tmp_path, monkeypatch):
+    monkeypatch.setitem(PLANS, "replay", PLANS["replay"])  # which the runner changes
+    shared = {"resnet164-basic-dni-K2-e15-s0": replayed([0.1], test_losses=[9], train_losses=[9], seconds=[1])}
+    (tmp_path / results.FILE).write_text(json.dumps(shared))
+    (tmp_path / "replay.md").write_text("of fifteen epochs")
+    for epochs, kept in (("60", True), ("15", False)):
+        folders = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["run.py", "replay", "--epochs", epochs, "--summarise", *folders])
+        assert run.main() == 3
+        assert ((tmp_path / "replay.md").read_text() == "of fifteen epochs") == kept
+
+
 def test_rows_of_the_table_of_corrections_say_what_they_are():
     rows = [tuple(line.split("|")[1:3]) for line in tables.corrections({}).splitlines()[2:]]
     assert len(rows) == len(set(rows)) > 10

@@ -106,8 +106,10 @@ def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, resul
     for plan in given.plans:
         own = PLANS[plan]
         missing = [t.name for t in own if t.name not in known]
-        if len(missing) == len(own):  # what there is may be of other epochs
-            print(f"\n{plan}: 0 of {len(own)} trainings, nothing is written")
+        longest = max(t.options["epochs"] for t in own)
+        counts = [t for t in own if t.options["epochs"] == longest] if given.summarise else own  # not DNI
+        if not any(t.name in known for t in counts):  # what there is may be of other epochs
+            print(f"\n{plan}: 0 of {len(counts)} trainings, nothing is written")
             continue
         table = TABLES[plan](known)
         said = [f"{t.name}: {known[t.name][results.DIVERGED]}" for t in own if results.diverged(t, known)]
