@@ -120,6 +120,26 @@ def test_a_checkpoint_in_flight_goes_on_exactly_with_any_number_of_ranks(half_wa
     assert back.position.finished
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_run_that_is_through_can_be_asked_for_with_other_stages_and_ranks(tmp_path, stages):
+    """Finished or nearly so: the weights of other ranks are in a checkpoint of the stages of before."""
+    folder = tmp_path / "run"
+    before = make(folder, epochs=1, batch_size=512)()
+    for finished in (True, False):
+        if not finished:
+            state = checkpoint.load(folder / "checkpoint" / newest(folder) / "run.pt")
+            state["position"]["finished"] = False
+            checkpoint.save(folder / "checkpoint" / newest(folder) / "run.pt", state)
+        again = run_together(
+            lambda transport: make(folder, transport, resume=True, epochs=1, batch_size=512, stages=stages)(), 2
+        )
+        assert again[-1]["weights_sha256"] == before["weights_sha256"]
+
+
+def newest(folder):
+    return json.loads((folder / "checkpoint" / "latest.json").read_text())["name"]
+
+
 def test_replicas_can_change(tmp_path):
     size = 63  # of which one replica has a sample more
 

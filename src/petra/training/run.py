@@ -288,12 +288,12 @@ class Run:
         return read_summary(self.folder / SUMMARY)
 
     def _whole_network(self) -> dict[str, torch.Tensor]:
-        """All weights in the network's order, those of other ranks from the checkpoint that was just written."""
+        """All weights in the network's order, those of other ranks from the last checkpoint."""
         own = self.trainer.network.state_dict()
         if not self.transport.place.speaks or not any(value.is_meta for value in own.values()):
             return {name: value for name, value in own.items() if not value.is_meta}
         found: dict[str, torch.Tensor] = {}
-        for stage in range(len(self.trainer.placement)):
+        for stage in range(len(self._checkpoints.run()["layout"]["stages"])):  # there may have been others then
             found |= self._checkpoints.stage(stage)["weights"]["network"]
         return {name: found[name] for name in own}
 
