@@ -135,6 +135,7 @@ def test_stashed_weights(method, order):
     "corrections",
     [
         ["predict"],
+        ["coast"],
         ["spike"],
         ["shrink:0.8"],
         ["reschedule:20"],

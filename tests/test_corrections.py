@@ -233,6 +233,23 @@ def test_coasting_ends_where_momentum_leads_without_new_gradients(nesterov, dela
     assert not torch.allclose(further, guess)
 
 
+@pytest.mark.parametrize("name", ["predict", "coast", "coast:0.7"])
+def test_a_rate_in_the_memory_of_a_device_predicts_the_same_to_the_bit(name):
+    """Recorded ticks have it there, in float32; ordinary ones have the same number on the host."""
+    torch.manual_seed(0)
+    for delay in range(1, 10):
+        parameter = nn.Parameter(torch.randn(50))
+        optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+        parameter.grad = torch.randn(50)
+        optimizer.step()
+        found = []
+        rate = torch.rand(())
+        for lr in (float(rate), rate):
+            optimizer.param_groups[0]["lr"] = lr
+            found += find(name).forward_weights(Site([parameter], optimizer, delay, updates=1), delay)
+        assert found[0].equal(found[1]), delay
+
+
 def test_weights_come_back_when_a_layer_fails():
     class Moody(nn.Module):
         def __init__(self):

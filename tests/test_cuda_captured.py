@@ -76,7 +76,9 @@ def test_other_methods(method):
 
 
 @pytest.mark.parametrize(
-    "corrections", [["predict"], ["spike"], ["discrepancy"], ["predict", "inertia:4", "reschedule:40"]], ids=",".join
+    "corrections",
+    [["predict"], ["coast"], ["spike"], ["discrepancy"], ["predict", "inertia:4", "reschedule:40"]],
+    ids=",".join,
 )
 def test_corrections(corrections):
     trainers = pair(corrections=corrections)

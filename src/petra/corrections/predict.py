@@ -49,7 +49,9 @@ class Predict(Correction):
         for parameter, group in site.groups():
             # What has been frozen since stays where it is, whatever its momentum was.
             v = _velocity(site.optimizer, parameter, group) if parameter.requires_grad else None
-            ahead = rate_of(group, site.rate) * self.steps(site, delay, group)
+            rate = rate_of(group, site.rate)
+            # On a device as on the host: rounded once.
+            ahead = (rate.double() if isinstance(rate, Tensor) else rate) * self.steps(site, delay, group)
             found[parameter] = parameter.clone() if v is None else parameter - ahead * v
         return [found.get(p, p.data) for p in site.parameters]
 
