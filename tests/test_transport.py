@@ -399,6 +399,20 @@ def test_replicas_treat_missing_and_sparse_gradients_like_one_process():
         assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
+def test_all_that_replicas_average_is_on_the_device_of_the_trainer():
+    """What is made without a word on where, the host gets; here that is a device without values."""
+
+    def work(transport):
+        torch.manual_seed(0)
+        trainer = make(nn.Sequential(nn.Linear(8, 4)), transport=transport)
+        x, y = torch.randn(2, 8), torch.tensor([0, 1])
+        with torch.device("meta"):
+            trainer.step(x, y)
+        return trainer.stages[0].updates
+
+    assert run_together(work, 1, 2) == [1, 1]
+
+
 class TestLabels:
     SENDER = Action(3, Kind.BACKWARD, 17)
 

@@ -267,7 +267,8 @@ class Stage:
         assert self.average is not None
         trained = [p for p in self.parameters if p.requires_grad]
         # A replica without a gradient takes part all the same; what none has a gradient for is left without.
-        there = torch.tensor([p.grad is not None for p in trained], dtype=torch.float64)
+        has = [p.grad is not None for p in trained]
+        there = torch.tensor(has, dtype=torch.float64, device=self.chain.settings.device)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in trained]
         # Graphs that wait for their backward hold statistics too, but do not read them: they need not know of this.
         self.average([*gradients, *(b.data for b in self.statistics()), there])
