@@ -21,6 +21,7 @@ from petra.cli.main import main
 from petra.cli.options import set_up_device
 from petra.training import checkpoint
 from petra.training.files import Claim
+from petra.training.run import Run
 from petra.training.trainer import weights_hash
 
 SMALL = [
@@ -183,6 +184,21 @@ def test_killed_at_a_random_moment_and_resumed_gives_the_same_weights(uninterrup
 def test_tensorboard(tmp_path):
     assert train("--epochs", 1, "--tensorboard", "--out", tmp_path / "run") == 0
     assert any("tfevents" in p.name for p in (tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_tensorboard_shows_what_the_run_has_come_to_once(tmp_path, monkeypatch):
+    """Not the run that it has replaced, nor what came after the checkpoint that it was resumed from."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+    command = "--tensorboard", "--checkpoint-every", 30, "--checkpoint-epochs", 9, "--out", tmp_path / "run"
+    assert train(*command, "--epochs", 1) == 0
+    save = Run._save
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_save", lambda run: save(run) if run.position.epoch < 2 else run.nothing)
+        assert train(*command, "--overwrite") == 1  # with both epochs written down, and one of them in a checkpoint
+    assert train(*command, "--resume") == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    assert [found.step for found in accumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("lr")] == steps
 
 
 def test_compare(tmp_path, capsys):

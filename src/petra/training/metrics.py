@@ -9,9 +9,9 @@ from typing import IO, Any
 
 
 class MetricsLog:
-    """Appends records to a file; a resumed run first forgets what came after its checkpoint."""
+    """Appends records to a file; a resumed run first forgets what came after its checkpoint, at ``step``."""
 
-    def __init__(self, path: Path | None, keep_bytes: int = 0, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path | None, keep_bytes: int = 0, tensorboard: Path | None = None, step: int = 0) -> None:
         self._file: IO[bytes] | None = None
         self._board: Any = None
         if path is None:  # another process writes them
@@ -21,7 +21,7 @@ class MetricsLog:
         self._file.truncate(min(keep_bytes, path.stat().st_size))
         self._file.seek(0, os.SEEK_END)  # truncating does not move the position
         if tensorboard is not None:
-            self._board = _open_board(tensorboard)
+            self._board = _open_board(tensorboard, step)
 
     @property
     def size(self) -> int:
@@ -46,9 +46,9 @@ class MetricsLog:
             self._board.close()
 
 
-def _open_board(folder: Path) -> Any:
+def _open_board(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ValueError("--tensorboard needs a package that is not there: pip install 'petra[tensorboard]'") from error
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=step + 1)  # what is there from then on is not shown any more

@@ -109,7 +109,8 @@ class Run:
             if name := job_name():
                 checkpoint.write_json(folder / JOB, name)
         board = folder / "tensorboard" if tensorboard else None
-        self.metrics = MetricsLog(folder / METRICS if place.speaks else None, keep, board)
+        metrics, begun = folder / METRICS if place.speaks else None, self.trainer.executor.microbatches
+        self.metrics = MetricsLog(metrics, keep, board, begun)
         self.progress = Progress(config.method, config.epochs, len(self.train), quiet or not place.speaks)
         if resume and not self._begun:
             self.progress.say(f"there is no checkpoint in {folder}: the run begins anew")
