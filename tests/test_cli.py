@@ -201,6 +201,15 @@ def test_tensorboard_shows_what_the_run_has_come_to_once(tmp_path, monkeypatch):
     assert [found.step for found in accumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("lr")] == steps
 
 
+def test_without_tensorboard_a_run_is_refused_before_it_replaces_another(finished, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert train("--tensorboard", "--out", folder, "--overwrite") == 2
+    assert "--tensorboard needs a package that is not there" in capsys.readouterr().err
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in finished.iterdir())
+
+
 def test_compare(tmp_path, capsys):
     arguments = [
         "compare",

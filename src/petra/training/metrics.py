@@ -21,7 +21,8 @@ class MetricsLog:
         self._file.truncate(min(keep_bytes, path.stat().st_size))
         self._file.seek(0, os.SEEK_END)  # truncating does not move the position
         if tensorboard is not None:
-            self._board = _open_board(tensorboard, step)
+            # What is there from the next step on is not shown any more.
+            self._board = board_writer()(str(tensorboard), purge_step=step + 1)
 
     @property
     def size(self) -> int:
@@ -46,9 +47,10 @@ class MetricsLog:
             self._board.close()
 
 
-def _open_board(folder: Path, step: int) -> Any:
+def board_writer() -> Any:
+    """The class that writes for TensorBoard, or an error that helps."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ValueError("--tensorboard needs a package that is not there: pip install 'petra[tensorboard]'") from error
-    return SummaryWriter(str(folder), purge_step=step + 1)  # what is there from then on is not shown any more
+    return SummaryWriter

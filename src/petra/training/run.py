@@ -32,7 +32,7 @@ from petra.training.files import (
     remove_run,
 )
 from petra.training.loss import cross_entropy
-from petra.training.metrics import MetricsLog
+from petra.training.metrics import MetricsLog, board_writer
 from petra.training.orders import ORDERS
 from petra.training.position import Position, Watch
 from petra.training.progress import Progress
@@ -73,6 +73,8 @@ class Run:
         capture: bool | None = None,
     ) -> None:
         config.validate()
+        if tensorboard:
+            board_writer()  # before anything is removed or written
         self.config, self.folder, self.device = config, folder, torch.device(device)
         if not (resume or overwrite):
             refuse_to_overwrite(folder, "--resume to continue it")
