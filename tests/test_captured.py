@@ -14,7 +14,7 @@ from replaying import ReplayRecorder
 from torch import nn
 from trainers import make
 
-from petra import models
+from petra import Network, ReversibleBlock, ReversibleResidual, models
 from petra.execution import CapturedExecutor, GraphRecorder, Place
 from petra.execution.queues import carry_out
 from petra.measure import Fidelity
@@ -530,3 +530,63 @@ def test_capture_is_the_default_on_a_gpu(monkeypatch):
     assert make_recorder(torch.device("cuda"), Place()) == "recorder of cuda"
     assert make_recorder(torch.device("cuda"), Place(), True) == "recorder of cuda"
     assert make_recorder(torch.device("cuda"), Place(), False) is None
+
+
+class Masked(nn.Module):
+    """A stem with a mask of a number a sample, repeated and not copied, for the layers that follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return *self.fc(x).chunk(2, 1), (x[:, :1] > 0).float().expand(-1, 4)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, *more):
+        return torch.tanh(self.fc(sum(more, x))) * more[-1]
+
+
+def test_a_companion_that_repeats_its_values_is_not_taken_for_one_without_values():
+    torch.manual_seed(0)
+    network = Network(Masked(), ReversibleBlock(Gated(), Gated()), Gated(), nn.Linear(4, 4), nn.Linear(4, 4))
+    trainers = pair(network, stages=[3, 1, 1])
+    for _ in range(12):
+        step(trainers, torch.randn(5, 6), torch.randint(4, (5,)))
+        assert_same(*trainers)
+    assert trainers[1].executor.replayed > 5
+
+
+def test_what_is_kept_without_values_is_so_in_a_state_that_was_loaded_too():
+    torch.manual_seed(0)
+    couplings = (ReversibleResidual(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(3))
+    network = Network(Halves(), *couplings, Joined())
+    trainers = pair(network, stages=5, method="checkpointed", order="lock-step")
+    batches = [(torch.randn(5, 8), torch.randint(8, (5,))) for _ in range(24)]
+    for x, y in batches[:9]:
+        step(trainers, x, y)
+    saved = copy.deepcopy([trainer.state_dict() for trainer in trainers])
+    trainers = pair(network, stages=5, method="checkpointed", order="lock-step")
+    for trainer, state in zip(trainers, saved, strict=True):
+        trainer.load_state_dict(state)
+    for x, y in batches[9:]:
+        step(trainers, x, y)
+    for plain, replaying in zip(*(trainer.network.parameters() for trainer in trainers), strict=True):
+        assert plain.equal(replaying)
+    assert trainers[1].executor.refusal is None
+    assert trainers[1].executor.replayed > 8
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x.chunk(2, 1)
+
+
+class Joined(nn.Module):
+    def forward(self, x, y):
+        return torch.cat([x, y], 1)

@@ -70,12 +70,12 @@ class Queue:
         """The place of the oldest, and the copies that bring everything to its place; then call `adopt`."""
         self._numbers = self.numbers
         copies: list[Copy] = []
-        for number in self._numbers:
-            leaves, spec = tree_flatten(self._pack(self.waiting()[number]))
-            if self._spec is None:
-                self._spec = spec
-                self._leaves = [Ring(x, len(self._numbers)) if _has_values(x) else x for x in leaves]
-                self._trees = [self._tree_at(place) for place in range(len(self._numbers))]
+        found = [tree_flatten(self._pack(self.waiting()[number])) for number in self._numbers]
+        if self._spec is None and found:
+            leaves, self._spec = found[-1]  # older ones may come from a state, in which placeholders are zeros
+            self._leaves = [Ring(x, len(self._numbers)) if _has_values(x) else x for x in leaves]
+            self._trees = [self._tree_at(place) for place in range(len(self._numbers))]
+        for number, (leaves, _) in zip(self._numbers, found, strict=True):
             for leaf, x in zip(self._leaves, leaves, strict=True):
                 if isinstance(leaf, Ring) and storage_id(x) != storage_id(leaf.flat):
                     copies.append((leaf.views[self._place(number)], x))

@@ -7,7 +7,7 @@ from typing import ClassVar
 from petra.methods.chain import Chain
 from petra.methods.method import BackwardMessage, Kept, Method
 from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients
-from petra.reversible.streams import Streams
+from petra.reversible.streams import Streams, ordered
 from petra.schedule import Order, Sequential, low_staleness
 
 
@@ -37,7 +37,8 @@ class Petra(Method):
                 kept.tape = chain.record(segment, streams, microbatch)
                 streams = tuple(y.detach() for y in kept.tape.outputs)
             else:
-                kept.inputs.append(streams)
+                # What repeats its values is copied: only a placeholder is kept like that (`Chain.essential`).
+                kept.inputs.append(tuple(ordered(x, False) if 0 in x.stride() else x for x in streams))
                 streams = chain.evaluate(segment, streams, microbatch)
         return streams, kept
 
