@@ -46,13 +46,14 @@ class Predict(Correction):
         if site.updates == 0 or site.staleness < 1:
             return None
         found: dict[Tensor, Tensor] = {}
-        for parameter, group in site.groups():
-            # What has been frozen since stays where it is, whatever its momentum was.
-            v = _velocity(site.optimizer, parameter, group) if parameter.requires_grad else None
+        for group in site.optimizer.param_groups:
             rate = rate_of(group, site.rate)
             # On a device as on the host: rounded once.
             ahead = (rate.double() if isinstance(rate, Tensor) else rate) * self.steps(site, delay, group)
-            found[parameter] = parameter.clone() if v is None else parameter - ahead * v
+            for parameter in group["params"]:
+                # What has been frozen since stays where it is, whatever its momentum was.
+                v = _velocity(site.optimizer, parameter, group) if parameter.requires_grad else None
+                found[parameter] = parameter.clone() if v is None else parameter - ahead * v
         return [found.get(p, p.data) for p in site.parameters]
 
 
