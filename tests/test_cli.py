@@ -251,6 +251,7 @@ def test_a_method_that_diverges_does_not_end_a_comparison(tmp_path, capsys):
     ]
     assert said.err.startswith("petra: error: backprop and petra diverged: the loss of micro-batch ")
     kept = json.loads((tmp_path / "comparison.json").read_text())
+    assert all(len(one["stages"]) == 4 for one in kept)  # layers of each, as in summaries
     assert [(one["method"], "is nan" in one["diverged"] or "is inf" in one["diverged"]) for one in kept] == [
         ("backprop", True),
         ("petra", True),

@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> None:
             summaries.append(job())
         except Diverged as error:  # which is a result, and says nothing of the others
             lost[config.method] = str(error)
-            stages = len(job.trainer.placement)
-            kept = {"method": config.method, "stages": stages, "order": job.trainer.order.name}
+            layout = job.trainer.layout
+            kept = {"method": config.method, "stages": layout["stages"], "order": layout["order"]}
             summaries.append({**kept, DIVERGED: str(error)})
     checkpoint.write_json(options.out / "comparison.json", summaries)
     if options.plot:
@@ -118,7 +118,7 @@ def table(summaries: list[dict[str, Any]]) -> str:
     return render(
         ["method", "stages", "order", "test accuracy", "samples/s", "peak activation memory", "stashed weights"],
         [
-            [s["method"], s["stages"], s["order"], DIVERGED, "", "", ""]
+            [s["method"], len(s["stages"]), s["order"], DIVERGED, "", "", ""]
             if DIVERGED in s
             else [
                 s["method"],
