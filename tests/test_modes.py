@@ -11,6 +11,8 @@ from trainers import make, same_weights, trained
 
 from petra import METHODS, LayerError, Network, ReversibleResidual
 from petra.methods import Settings
+from petra.models.resnet import resnet
+from petra.reversible.streams import narrowed
 
 
 def test_dropout_masks_do_not_depend_on_the_cut():
@@ -143,6 +145,58 @@ def test_autocast_is_the_same_forward_and_backward_and_streams_are_float32():
     trainer.drain()
     assert set(seen) == {(grad, torch.float32, torch.bfloat16) for grad in (False, True)}
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Single(nn.Module):
+    def forward(self, streams):
+        return streams[0]
+
+
+def test_resnets_compute_under_autocast_as_the_sequence_of_their_layers():
+    network = resnet((2, 1), width=4, num_classes=4, in_channels=2).train()
+    stem, *rest = copy.deepcopy(network)
+    plain = nn.Sequential(stem, Single(), *rest)
+    for x, y in batches(2):
+        outputs = []
+        for one in (network, plain):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs.append(one(x))
+            cross_entropy(outputs[-1].float(), y).backward()
+        assert torch.equal(outputs[0], outputs[1].float())
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(network.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("method", ["backprop", "reversible"])
+def test_cuts_of_resnets_make_no_difference_under_autocast(method):
+    network = resnet((2, 1), width=4, num_classes=4, in_channels=2)
+    options = {"ticks": 4, "method": method, "autocast": torch.bfloat16}
+    runs = [trained(copy.deepcopy(network), stages=s, **options) for s in (1, 2, [1, 2, 1, 1], 5)]
+    assert all(same_weights(runs[0], run) for run in runs[1:])
+
+
+def test_what_is_narrowed_anyway_is_not_widened_before():
+    seen = []
+
+    class Narrow(nn.Linear):
+        narrows = True
+
+        def forward(self, x):
+            seen.append(x.dtype)
+            return super().forward(narrowed(x))
+
+    network = Network(nn.Linear(4, 4), Narrow(4, 4), Narrow(4, 4), nn.Linear(4, 4))
+    network[3].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    low, high = torch.bfloat16, torch.float32
+    with torch.autocast("cpu", low):
+        assert network(torch.randn(3, 4)).dtype == high
+    assert seen == [low, low, high]
+    for stages, expected in ((1, [low, low, high]), ([2, 2], [low, high, high])):
+        seen.clear()
+        make(network, method="backprop", stages=stages, autocast=low).step(torch.randn(3, 4), torch.randint(4, (3,)))
+        assert seen == expected
+    with torch.autocast("cpu", low):
+        assert narrowed(torch.zeros(2, dtype=torch.float64)).dtype == torch.float64  # which autocast leaves alone
+    assert narrowed(torch.zeros(2)).dtype == high
 
 
 def test_modules_in_evaluation_mode_stay_so():

@@ -23,7 +23,7 @@ from petra.reversible.randomness import derived_seed, forked, random_state, seed
 from petra.reversible.reach import Reach, unreached
 from petra.reversible.rearrange import Rearrangement
 from petra.reversible.statistics import frozen_statistics, normalisations
-from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves
+from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves, widened
 from petra.reversible.unwind import unwind
 
 Aliases = dict[nn.Parameter, nn.Parameter]
@@ -131,9 +131,9 @@ class Chain:
     def evaluate(self, segment: Segment, streams: Streams, microbatch: int) -> Streams:
         """Outputs alone: no graph, running statistics left as they are."""
         with torch.no_grad(), self._evaluation(), frozen_statistics(self._norms), self._counting_once(True):
-            for key, part in _parts(segment):
+            for key, part, wide in _steps(segment):
                 self._seed(key, microbatch)
-                streams = _apply(key, part, streams)
+                streams = _apply(key, part, streams, wide)
         return streams
 
     def essential(self, streams: Streams) -> Streams:
@@ -154,8 +154,8 @@ class Chain:
             module.training = False
         try:
             with torch.no_grad(), self._evaluation():
-                for key, part in _parts(self.whole):
-                    streams = _apply(key, part, streams)
+                for key, part, wide in _steps(self.whole):
+                    streams = _apply(key, part, streams, wide)
         finally:
             for module in training:
                 module.training = True
@@ -169,9 +169,9 @@ class Chain:
         reach = None if segment in self._looked_at else Reach((*inputs, *parameters))
         norms = [] if counts else self._norms
         with torch.enable_grad(), self._evaluation(), frozen_statistics(norms), self._counting_once(counts=counts):
-            for key, part in _parts(segment):
+            for key, part, wide in _steps(segment):
                 self._seed(key, microbatch)
-                streams = _apply(key, part, streams)
+                streams = _apply(key, part, streams, wide)
                 found = None if reach is None else reach.foreign(streams)
                 if found is not None:
                     raise LayerError(unreached(_name(key, part), found, self._called(found)))
@@ -321,6 +321,13 @@ def _parts(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Mo
             yield (index, 0), layer
 
 
+def _steps(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Module, bool]]:
+    """Parts as they are evaluated, and whether what they give is to be widened."""
+    parts = list(_parts(segment))
+    for (key, part), above in zip(parts, [*(part for _, part in parts[1:]), None], strict=True):
+        yield key, part, not isinstance(part, Coupling) and not getattr(above, "narrows", False)
+
+
 def _name(key: tuple[int, int], part: Coupling | nn.Module) -> str:
     module = part.modules[0] if isinstance(part, Coupling) else part
     return f"layer {key[0]} ({type(module).__name__})"
@@ -330,7 +337,7 @@ def _unusual(dtype: torch.dtype) -> str:
     return "" if dtype is torch.float32 else f" in {str(dtype).removeprefix('torch.')}"
 
 
-def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -> Streams:
+def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams, wide: bool) -> Streams:
     name = _name(key, part)
     versions = [_version(x) for x in streams]
     in_place = (
@@ -349,7 +356,7 @@ def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams) -
         raise LayerError(f"{name} cannot take inputs of shape {shapes}: {why}") from error
     if versions != [_version(x) for x in streams]:
         raise LayerError(in_place)
-    return outputs
+    return widened(outputs) if wide else outputs
 
 
 def _version(x: Tensor) -> int:

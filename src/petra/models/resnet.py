@@ -32,10 +32,13 @@ from petra.models.convolution import (
 from petra.models.registry import register
 from petra.models.unfelt import ConvNorm
 from petra.reversible import Network
+from petra.reversible.streams import narrowed
 
 
 class ResidualBlock(nn.Module):
     """relu(shortcut(x) + f(x))."""
+
+    narrows = True
 
     def __init__(self, f: ConvNorm, shortcut: nn.Module) -> None:
         super().__init__()
@@ -44,6 +47,7 @@ class ResidualBlock(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = narrowed(x)
         return self.f.onto(self.shortcut(x), x, self.relu)
 
 

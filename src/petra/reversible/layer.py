@@ -16,7 +16,7 @@ from petra.reversible.gradients import ParameterGradients, trainable, vjp
 from petra.reversible.randomness import random_state, restore_random_state
 from petra.reversible.reach import check_reach
 from petra.reversible.statistics import frozen_statistics, normalisations
-from petra.reversible.streams import Gradients, Streams, as_streams, differentiable, leaves
+from petra.reversible.streams import Gradients, Streams, as_streams, differentiable, leaves, widened
 
 
 class ReversibleLayer(nn.Module, ABC):
@@ -60,7 +60,7 @@ class Whole(Coupling):
         return self._call(self.layer.inverse, streams)
 
     def _call(self, direction: Callable[..., Streams], streams: Streams) -> Streams:
-        found = as_streams(self.keywords.call(direction, streams[0], streams[1:]))
+        found = widened(as_streams(self.keywords.call(direction, streams[0], streams[1:])))
         return (*found, *streams[len(streams) - self.keywords.tensors :])
 
     def rewind(self, streams: Streams) -> Rewound:

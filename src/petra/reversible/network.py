@@ -13,7 +13,7 @@ from petra.reversible.backprop import reversible_run
 from petra.reversible.capture import Captures
 from petra.reversible.coupling import TwoStream
 from petra.reversible.layer import ReversibleBlock, ReversibleLayer, ReversibleResidual
-from petra.reversible.streams import Streams, as_streams, single
+from petra.reversible.streams import Streams, as_streams, single, widened
 
 
 class Network(nn.Sequential):
@@ -65,7 +65,7 @@ class Network(nn.Sequential):
         return self
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | Streams:
-        streams = as_streams(inputs)
+        streams = widened(as_streams(inputs))
         if named and not self._takes_names():
             raise ValueError(
                 f"{', '.join(named)} given by name, but only functions of reversible layers take arguments so, and "
@@ -75,9 +75,10 @@ class Network(nn.Sequential):
             if reversible:
                 streams = reversible_run(cast(list[ReversibleLayer], layers), streams, self.captures, **named)
             else:
-                for layer in layers:
+                for layer, above in zip(layers, [*layers[1:], None], strict=True):
                     inner = named if isinstance(layer, Network) and layer._takes_names() else {}
                     streams = as_streams(layer(*streams, **inner))
+                    streams = streams if getattr(above, "narrows", False) else widened(streams)
         return single(streams)
 
     def _takes_names(self) -> bool:

@@ -19,20 +19,33 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def as_streams(output: Tensor | Streams) -> Streams:
-    """A layer's output as a tuple; under autocast in float32.
-
-    Streams are added to over many layers, and reversible layers subtract again what they added:
-    both need the precision, while the residual functions can do with less.
-    """
+    """A layer's output as a tuple."""
     if not isinstance(output, Tensor) and not (
         isinstance(output, tuple | list) and all(isinstance(x, Tensor) for x in output)
     ):
         raise ValueError(f"found a {type(output).__name__} where streams should be: give a tensor, or a tuple of them")
-    streams = (output,) if isinstance(output, Tensor) else tuple(output)
-    if streams and autocast_dtype(streams[0].device) is not None:
-        low = (torch.float16, torch.bfloat16)
-        streams = tuple(x.float() if x.dtype in low else x for x in streams)
-    return streams
+    return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+def widened(streams: Streams) -> Streams:
+    """Under autocast, the streams in float32.
+
+    They are added to over many layers, and reversible layers subtract again what they added: both need the precision,
+    while residual functions can do with less.
+    """
+    if not streams or autocast_dtype(streams[0].device) is None:
+        return streams
+    return tuple(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in streams)
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """Under autocast, the tensor in its dtype: for layers that want their sums in it, as ResNets have them elsewhere.
+
+    Those that take their inputs by this and nothing else say so with an attribute ``narrows``, which is true. What a
+    layer below gives them in that dtype is not widened first, which would make no difference but take time.
+    """
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)
 
 
 def single(streams: tuple[T, ...]) -> T | tuple[T, ...]:
