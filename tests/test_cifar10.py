@@ -75,7 +75,7 @@ def test_the_features_replay_paper_s_recipe():
     for trial in PLANS["replay"]:
         config = configured(trial)
         assert "--recipe" not in trial.arguments()
-        assert config.epochs == (15 if config.method == "dni" else 60)
+        assert config.epochs == (15 if config.method == "dni" else 30)
         assert (config.batch_size, config.base_lr, config.beta1) == (128, 0.01, 0.9)
         assert (config.decay, config.drops, config.warmup_epochs) == (5e-4, (0.5, 0.75), 0.0)
         assert ("--every" in trial.arguments()) == trial.watched
@@ -117,25 +117,25 @@ def test_tables_of_nothing_say_so(plan):
 
 
 def replayed(accuracies, **more):
-    return {"config": {"epochs": 60}, "test_accuracies": accuracies, **more}
+    return {"config": {"epochs": 30}, "test_accuracies": accuracies, **more}
 
 
 def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
     sigma = [{"stage": s, "measurements": 9, "sigma": 0.9, "lowest_sigma": 0.5} for s in range(4)]
     known = {
-        "resnet164-basic-backprop-K1-e60-s0": replayed([0.94, 0.93]),
-        "resnet164-basic-features-replay-K2-e60-s0": replayed([0.9, 0.945]),
-        "resnet164-basic-features-replay-K4-e60-watched-s0": replayed([0.9], sigma=sigma),
+        "resnet164-basic-backprop-K1-e30-s0": replayed([0.94, 0.93]),
+        "resnet164-basic-features-replay-K2-e30-s0": replayed([0.9, 0.945]),
+        "resnet164-basic-features-replay-K4-e30-watched-s0": replayed([0.9], sigma=sigma),
         "resnet164-basic-dni-K2-e15-s0": replayed([0.2], diverged="the loss is nan"),
         "resnet164-basic-dni-K4-e15-s0": replayed([], diverged="the loss is nan"),
     }
     table = tables.replay(known)
-    assert "| resnet164-basic | backprop | 1 | 6.00 % | 7.00 % |  | 6.40 % | 2/60 |" in table
-    assert "| resnet164-basic | features-replay | 2 | 5.50 % | 5.50 % | -0.50 | 6.03 % | 2/60 |" in table
-    assert "| resnet164-basic | dni | 2 | 80.00 % | diverged |  | diverges | 1/60, diverged |" in table
-    assert "| resnet164-basic | dni | 4 |  | diverged |  | diverges | 0/60, diverged |" in table
+    assert "| resnet164-basic | backprop | 1 | 6.00 % | 7.00 % |  | 6.40 % | 2/30 |" in table
+    assert "| resnet164-basic | features-replay | 2 | 5.50 % | 5.50 % | -0.50 | 6.03 % | 2/30 |" in table
+    assert "| resnet164-basic | dni | 2 | 80.00 % | diverged |  | diverges | 1/30, diverged |" in table
+    assert "| resnet164-basic | dni | 4 |  | diverged |  | diverges | 0/30, diverged |" in table
     assert f"| resnet164-basic | ddg | 2 | {tables.NOT_RUN} |" in table
-    assert "| resnet164-basic-features-replay-K4-e60-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
+    assert "| resnet164-basic-features-replay-K4-e30-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
 
 
 def test_what_diverged_is_in_no_mean_and_not_hidden():
@@ -182,7 +182,7 @@ def measurement(epoch, stage, sigma):
 
 
 def test_a_training_that_diverged_is_a_result(tmp_path):
-    trial = ALL["revnet18-petra-K4-e60-watched-s0"]
+    trial = ALL["revnet18-petra-K4-e30-watched-s0"]
     folder = tmp_path / "out" / trial.name
     run_of(folder, [0.3, 0.2])
     rows = [measurement(0.5, 0, 1.0), measurement(1.0, 0, 0.5), measurement(1.5, 0, None), measurement(0.5, "all", 9.0)]
@@ -220,8 +220,8 @@ def test_a_figure_for_each_network_from_what_was_kept(tmp_path):
     curves = {"test_accuracies": [0.1, 0.2], "test_losses": [2.0, 1.0], "train_losses": [None, 1.0], "seconds": [1, 2]}
     likeness = {"names": ["epoch", "stage", "sigma"], "rows": [[1, 0, 0.9], [2, 0, None]]}
     known = {
-        "resnet164-basic-backprop-K1-e60-s0": curves,
-        "revnet18-petra-K4-e60-watched-s0": {**curves, "likeness": likeness, "diverged": "so"},
+        "resnet164-basic-backprop-K1-e30-s0": curves,
+        "revnet18-petra-K4-e30-watched-s0": {**curves, "likeness": likeness, "diverged": "so"},
         "revnet18-backprop-k1-e100-s0": {**curves, "diverged": "so"},
     }
     assert figures.draw("replay", known, tmp_path) == ["replay-resnet164-basic.png", "replay-revnet18.png"]

@@ -80,15 +80,22 @@ def _curves(plan: str) -> Any:
 def _figure4(figure: Any, known: Known) -> bool:
     if not values(PLANS["figure4"], known):
         return False
-    axis = figure.subplots()
+    axis, gap = figure.subplots(1, 2)
+    means: dict[str, dict[int, float]] = {}
     for method, line in (("petra", "o-"), ("backprop", "s--")):
         own = [t for t in PLANS["figure4"] if t.options["method"] == method]
         found = [(t.options["accumulate"], values([t], known, "mean_after_last_drop")) for t in own]
-        points = sorted((k, 100 * v) for k, means in found for v in means)
-        axis.plot([k for k, _ in points], [y for _, y in points], line, label=method)
-    axis.set_xscale("log", base=2)
+        means[method] = dict(sorted((k, 100 * v) for k, vs in found for v in vs))
+        axis.plot(list(means[method]), list(means[method].values()), line, label=method)
+    apart = {k: v - means["backprop"][k] for k, v in means["petra"].items() if k in means["backprop"]}
+    gap.plot(list(apart), list(apart.values()), "o-")
+    gap.axhline(0, color="grey", linewidth=0.8)
+    for each in (axis, gap):
+        each.set_xscale("log", base=2)
+        each.set_xlabel("accumulation k")
     axis.legend()
-    axis.set(xlabel="accumulation k", ylabel="test accuracy, %, mean after the last drop")
+    axis.set_ylabel("test accuracy, %, mean after the last drop")
+    gap.set_ylabel("petra - backprop, points")
     return True
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trials import Trial
 
-EPOCHS = 60
+EPOCHS = 30
 """The paper trains 300."""
 EPOCHS_OF_DNI = 15
 """At most, to save time: in the three epochs that were seen, its loss was above that of guessing."""

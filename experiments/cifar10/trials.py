@@ -11,9 +11,9 @@ MEASUREMENT_SECONDS = 0.2
 """A guess at what a comparison of gradients adds: ticks that a watched micro-batch has a part in are not replayed. Of
 trainings that ran side by side, those with 29 comparisons took no longer than those without."""
 COST = {"revnet18": 1.0, "resnet18": 1.0, "revnet34": 1.9, "resnet34": 1.9, "revnet50": 3.0, "resnet50": 3.0}
-COST |= {"resnet164-basic": 2.5, "resnet101-cifar": 4.8}
-"""What a sample costs, about, in units of RevNet-18. The last two are 4.4 seconds an epoch, measured with four
-trainings side by side, and 8.5, worked out from trainings of both that shared a GPU."""
+COST |= {"resnet164-basic": 2.1, "resnet101-cifar": 3.2}
+"""What a sample costs, about, in units of RevNet-18. The last two are 3.8 seconds an epoch, worked out from
+five trainings side by side, and 5.7, from 4.5 that a backprop's ticks take and a third more for other methods."""
 
 SMOKE = {"data": "digits", "width": 4, "epochs": 2}
 SMOKE_OF_RECIPE = {"warmup_epochs": 1, "batch_size": 512, "lr": 0.01}
