@@ -174,18 +174,19 @@ def test_cuts_of_resnets_make_no_difference_under_autocast(method):
     assert all(same_weights(runs[0], run) for run in runs[1:])
 
 
+class Narrow(nn.Linear):
+    narrows = True
+
+    def forward(self, x):
+        x = narrowed(x)
+        return x + super().forward(x)
+
+
 def test_what_is_narrowed_anyway_is_not_widened_before():
     seen = []
-
-    class Narrow(nn.Linear):
-        narrows = True
-
-        def forward(self, x):
-            seen.append(x.dtype)
-            return super().forward(narrowed(x))
-
     network = Network(nn.Linear(4, 4), Narrow(4, 4), Narrow(4, 4), nn.Linear(4, 4))
-    network[3].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    for layer in network[1:]:
+        layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
     low, high = torch.bfloat16, torch.float32
     with torch.autocast("cpu", low):
         assert network(torch.randn(3, 4)).dtype == high
@@ -197,6 +198,22 @@ def test_what_is_narrowed_anyway_is_not_widened_before():
     with torch.autocast("cpu", low):
         assert narrowed(torch.zeros(2, dtype=torch.float64)).dtype == torch.float64  # which autocast leaves alone
     assert narrowed(torch.zeros(2)).dtype == high
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).half()
+
+
+def test_what_comes_in_another_low_precision_is_narrowed_too():
+    network = Network(Halved(4, 4), Narrow(4, 4))
+    options = {"method": "backprop", "autocast": torch.bfloat16}
+    x = torch.randn(3, 4)
+    whole, cut = (make(network, stages=stages, **options).predict(x) for stages in (1, 2))
+    assert torch.equal(whole, cut)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = network[1:](x.half())
+    assert torch.equal(make(network[1:], **options).predict(x.half()), expected)
 
 
 def test_modules_in_evaluation_mode_stay_so():

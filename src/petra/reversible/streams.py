@@ -11,6 +11,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_LOW = (torch.float16, torch.bfloat16)
+
 Streams = tuple[Tensor, ...]
 """One tensor, or two in a reversible run and their companions."""
 
@@ -35,7 +37,7 @@ def widened(streams: Streams) -> Streams:
     """
     if not streams or autocast_dtype(streams[0].device) is None:
         return streams
-    return tuple(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in streams)
+    return tuple(x.float() if x.dtype in _LOW else x for x in streams)
 
 
 def narrowed(x: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ def narrowed(x: Tensor) -> Tensor:
     layer below gives them in that dtype is not widened first, which would make no difference but take time.
     """
     dtype = autocast_dtype(x.device)
-    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)
+    return x.to(dtype) if dtype is not None and x.dtype in (torch.float32, *_LOW) else x
 
 
 def single(streams: tuple[T, ...]) -> T | tuple[T, ...]:
