@@ -72,6 +72,19 @@ def test_any_placement_gives_the_bits_of_one_process(layout, k, method, data):
     assert all(rank[2] == expected[2] for rank in found)
 
 
+def test_layers_that_are_compiled_one_by_one_train_on_ranks():
+    def train(transport=None):
+        torch.manual_seed(0)
+        layers = models.create("resnet18", depths=(1, 1), width=2, num_classes=4, in_channels=2)
+        network = Network(*(torch.compile(layer, backend="eager", dynamic=False) for layer in layers))
+        trainer = make(network, method="delayed", stages=4, transport=transport)
+        return {f.microbatch: float(f.loss) for x, y in batches(5) for f in trainer.step(x, y)}
+
+    (_, found), expected = run_together(train, 2), train()
+    assert found
+    assert found == expected
+
+
 def test_bf16_messages_change_the_result_a_little():
     plain, rounded = (train(stages=4, message_dtype=dtype)[1] for dtype in (None, torch.bfloat16))
     assert plain != rounded

@@ -97,7 +97,9 @@ def storage_id(tensor: Tensor) -> int:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of the autocast that is on for ``device`` now, if any."""
-    # Compilers of older PyTorch do not know the second question, and never see the devices that it is asked for.
+    if device.type == "meta":
+        return None
+    # Compilers of older PyTorch do not know the second question, and see no other devices that it is asked for.
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device.type)
     if known and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
