@@ -156,6 +156,9 @@ def test_resnets_compute_under_autocast_as_the_sequence_of_their_layers():
     network = resnet((2, 1), width=4, num_classes=4, in_channels=2).train()
     stem, *rest = copy.deepcopy(network)
     plain = nn.Sequential(stem, Single(), *rest)
+    seen = []
+    for layer in network[1:]:
+        layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
     for x, y in batches(2):
         outputs = []
         for one in (network, plain):
@@ -163,6 +166,7 @@ def test_resnets_compute_under_autocast_as_the_sequence_of_their_layers():
                 outputs.append(one(x))
             cross_entropy(outputs[-1].float(), y).backward()
         assert torch.equal(outputs[0], outputs[1].float())
+    assert seen == 2 * [*3 * [torch.bfloat16], torch.float32]  # without casts between blocks
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(network.parameters(), plain.parameters(), strict=True))
 
 
