@@ -44,7 +44,8 @@ def narrowed(x: Tensor) -> Tensor:
     """Under autocast, the tensor in its dtype: for layers that want their sums in it, as ResNets have them elsewhere.
 
     Those that take their inputs by this and nothing else say so with an attribute ``narrows``, which is true. What a
-    layer below gives them in that dtype is not widened first, which would make no difference but take time.
+    layer below gives them in that dtype is not widened first, which would make no difference but take time: not as long
+    as this is called once for each input, or gradients would be added up in float32 there and in that dtype here.
     """
     dtype = autocast_dtype(x.device)
     return x.to(dtype) if dtype is not None and x.dtype in (torch.float32, *_LOW) else x

@@ -73,8 +73,9 @@ class Trainer:
     ``scheduler`` a learning-rate scheduler for it, stepped after every update of the stage. An update
     uses the mean gradient of ``accumulate`` micro-batches, clipped to ``clip_norm`` stage by stage.
     ``order`` is ``"low-staleness"``, ``"lock-step"``, ``"locked-forward"`` or the numbers of micro-batches in
-    flight of the stages, for pipelined methods. ``autocast`` is the dtype of residual functions; streams stay in
-    float32. ``seed`` decides dropout masks, which depend on layer and micro-batch, not on the cut.
+    flight of the stages, for pipelined methods. ``autocast`` is the dtype of residual functions, and of sums in
+    blocks of ResNets; other streams stay in float32. ``seed`` decides dropout masks, which depend on layer and
+    micro-batch, not on the cut.
     ``transport`` spreads the stages over ranks: every rank makes the same calls, and holds the weights of its
     own stages only. ``placement`` is the rank of each stage; if left out, each holds about as many in a row. Where
     the transport has replicas, each of them trains on its own share of every micro-batch, and updates use the
