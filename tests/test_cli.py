@@ -454,6 +454,19 @@ class TestRunsThatAreThere:
         claim.close()
         assert main(["train", "--resume", "--out", str(folder), "--device", "cpu", "--quiet"]) == 0
 
+    @pytest.mark.parametrize("how", [[], ["--resume"]])
+    def test_one_that_another_has_trained_meanwhile_is_left_alone(self, finished, capsys, tmp_path, monkeypatch, how):
+        def late(folder):
+            shutil.copytree(finished, folder)
+            return Claim(folder)
+
+        monkeypatch.setattr("petra.training.run.Claim", late)
+        given = ["--quiet", "--device", "cpu", "--out", str(tmp_path / "run")]
+        assert main(["train", *SMALL, *how, *given]) == 2
+        assert "another process has trained in" in capsys.readouterr().err
+        for name in ("config.json", "metrics.jsonl"):
+            assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
+
     def test_damaged_configuration(self, capsys, tmp_path):
         for text in ("{", "{}", "[]", '{"model": 3}'):
             (tmp_path / "config.json").write_text(text)

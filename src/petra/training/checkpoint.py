@@ -110,6 +110,10 @@ class Checkpoints:
         self._transport.agree({"a last checkpoint": self._number or None})
         return self._number > 0
 
+    def have_changed(self) -> bool:
+        """Whether another process has written one since."""
+        return (self._latest() or 0) != self._number
+
     def save(self, run: dict[str, Any], stages: dict[int, dict[str, Any]]) -> None:
         """Write a checkpoint, called by all ranks at once; ``run`` is taken from the one that speaks."""
         place = self._transport.place

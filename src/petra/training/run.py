@@ -104,6 +104,9 @@ class Run:
             self._claim = Claim(folder)
             if overwrite:
                 remove_run(folder)
+            elif self._checkpoints.have_changed():
+                self._claim.close()
+                raise ValueError(f"another process has trained in {folder} meanwhile: --resume goes on from there")
             checkpoint.write_json(folder / CONFIG, config.to_json())
             checkpoint.write_json(folder / NETWORK, asdict(self._blueprint))
             if self._data.vocabulary:
