@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -327,10 +328,66 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
     assert results.state(trial, tmp_path, {}) == "2 of 300 epochs"
 
 
+def file_of(folder):
+    (folder / "file").touch()
+    return "file"
+
+
+def damaged(folder):
+    (folder / "kept").mkdir()
+    (folder / "kept" / results.FILE).write_text("{")
+    return "kept"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "made", "words"),
+    [
+        (["--data", ".", "--out"], file_of, "--out is file, which is no folder"),
+        (["--summarise", "--results"], file_of, "--results is file, which is no folder"),
+        (["--summarise", "--results"], damaged, "kept/runs.json is damaged"),
+        (["--list", "--results"], damaged, "kept/runs.json is damaged"),
+    ],
+)
+def test_a_folder_that_is_none_or_damaged_is_refused(arguments, made, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "full", *arguments, made(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
+    assert words in capsys.readouterr().err
+
+
+def test_what_another_runner_keeps_meanwhile_is_not_lost(tmp_path, monkeypatch):
+    ours, theirs = PLANS["figure4"][:2]
+
+    def keep(trial):
+        monkeypatch.setattr(results, "of_run", lambda *given: {})
+        results.collect([trial], tmp_path, tmp_path)
+
+    other = threading.Thread(target=keep, args=(theirs,))
+
+    def slow(*given):
+        other.start()
+        other.join(0.3)
+        return {}
+
+    monkeypatch.setattr(results, "of_run", slow)
+    results.collect([ours], tmp_path, tmp_path)
+    other.join()
+    assert set(results.read(tmp_path)) == {ours.name, theirs.name}
+
+
+def test_too_little_time_to_begin_is_said(tmp_path, capsys):
+    todo = [job(tmp_path, f"long{i}", "") for i in range(2)]
+    assert jobs.carry_out(todo, at_once=2, limit=jobs.LEAST / 2) == jobs.Outcome()
+    assert f"less than {jobs.LEAST:.0f} s are left: 2 trainings are not begun" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--smoke", "--jobs", "0"], "--jobs is 0: give 1 or more"),
+        (["--smoke", "--epochs", "3"], "--epochs is of the plan replay"),
+        (["replay", "--smoke", "--epochs", "0"], "--epochs is 0: give 1 or more"),
         (["--smoke", "--only", "resnet18", "none*"], "no training of table2 is called resnet18 or none*"),
         (["--data", "no/such/folder"], "--data is no/such/folder, which is no folder"),
     ],

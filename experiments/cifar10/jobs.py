@@ -73,7 +73,8 @@ def carry_out(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> 
             while waiting and len(running) < at_once and not asked and left > LEAST:
                 running.append(_begin(waiting.pop(0)))
             if waiting and not running and not asked:
-                break  # too little time is left for another
+                print(f"less than {LEAST:.0f} s are left: {len(waiting)} trainings are not begun", flush=True)
+                break
             time.sleep(0.1)
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import ceil, isfinite
 from pathlib import Path
 from statistics import fmean
@@ -40,16 +43,33 @@ def read(folder: Path) -> dict[str, Result]:
 
 def collect(trials: Iterable[Trial], out: Path, folder: Path) -> dict[str, Result]:
     """Earlier results and those of trainings that have come to an end since, written back into ``folder``."""
-    known = read(folder)
-    for trial in trials:
-        if trial.name not in known and (found := of_run(trial, out / trial.name)) is not None:
-            known[trial.name] = found
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        known = read(folder)
+        for trial in trials:
+            if trial.name not in known and (found := of_run(trial, out / trial.name)) is not None:
+                known[trial.name] = found
+        _write(known, folder)
+    return known
+
+
+def _write(known: dict[str, Result], folder: Path) -> None:
     part = folder / (FILE + ".part")
     lines = (f"{json.dumps(name)}: {json.dumps(result, separators=COMPACT)}" for name, result in sorted(known.items()))
     part.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     part.replace(folder / FILE)
-    return known
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other runner is about to write into a folder, so that what it adds is not lost."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a disk that knows no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def of_run(trial: Trial, folder: Path) -> Result | None:

@@ -46,7 +46,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--mps", action="store_true", help="share the GPU through CUDA's Multi-Process Service")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop all with a checkpoint after so long")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of trainings, like '*-s0'")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of the plan replay (default %(default)s)")
+    parser.add_argument("--epochs", type=int, help=f"of the plan replay (default {EPOCHS})")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="say what there is to do, and do nothing")
     parser.add_argument("--summarise", action="store_true", help="only make tables and figures")
@@ -56,7 +56,11 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         if plan not in PLANS:
             parser.error(f"there is no plan {plan!r}: choose from {', '.join(PLANS)}")
     given.plans = given.plans or list(PLANS)
-    PLANS["replay"] = replay(given.epochs)  # the names say how many, so that others are not taken for them
+    if given.epochs is not None and "replay" not in given.plans:
+        parser.error("--epochs is of the plan replay: leave it out, the others have epochs of their own")
+    if given.epochs is not None and given.epochs < 1:
+        parser.error(f"--epochs is {given.epochs}: give 1 or more")
+    PLANS["replay"] = replay(given.epochs or EPOCHS)  # the names say how many, so that others are not taken for them
     if given.smoke:
         given.device, given.out = "cpu", given.out.with_name(given.out.name + "_smoke")
         given.results = given.out / "results"
@@ -64,6 +68,13 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         parser.error("--data is missing: give the folder of CIFAR-10")
     elif given.data is not None and not Path(given.data).is_dir():
         parser.error(f"--data is {given.data}, which is no folder: give that of CIFAR-10")
+    for name, folder in (("out", given.out), ("results", given.results)):
+        if folder.exists() and not folder.is_dir():
+            parser.error(f"--{name} is {folder}, which is no folder: give another")
+    try:
+        results.read(given.results)
+    except ValueError as error:
+        parser.error(f"{given.results / results.FILE} is damaged ({error}): mend it, or give other --results")
     if given.jobs < 1:
         parser.error(f"--jobs is {given.jobs}: give 1 or more")
     if not selected(given):
