@@ -1,12 +1,13 @@
 """The family of training methods, each a small stateless object."""
 
 from petra.methods.backprop import Backprop, GPipeBackprop, OneForwardOneBackwardBackprop
-from petra.methods.chain import Chain, LayerError, Segment, Settings, Tape
+from petra.methods.chain import Chain, Settings, Tape
 from petra.methods.delayed import Checkpointed, Delayed
 from petra.methods.dni import DNI
 from petra.methods.method import BackwardMessage, Kept, Method
 from petra.methods.petra import PaReprop, Petra, ReversibleBackprop, StashedPetra
 from petra.methods.replay import DDG, FeaturesReplay
+from petra.methods.segment import LayerError, Segment
 from petra.methods.synthesizer import Synthesizer
 from petra.names import unknown
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from petra.errors import first_line
+from petra.methods.segment import LayerError, Segment, version_of
 from petra.reversible.coupling import Additive, Coupling
 from petra.reversible.gradients import ParameterGradients, Reversal, add_gradients, saved_tensors, trainable, vjp
 from petra.reversible.layer import ReversibleLayer
@@ -23,15 +23,11 @@ from petra.reversible.randomness import derived_seed, forked, random_state, seed
 from petra.reversible.reach import Reach, unreached
 from petra.reversible.rearrange import Rearrangement
 from petra.reversible.statistics import frozen_statistics, normalisations
-from petra.reversible.streams import Gradients, Streams, as_streams, autocasting, leaves, widened
+from petra.reversible.streams import Gradients, Streams, autocasting, leaves
 from petra.reversible.unwind import unwind
 
 Aliases = dict[nn.Parameter, nn.Parameter]
 """Other parameters in the same memory, by those that they stand for."""
-
-
-class LayerError(ValueError):
-    """A layer that failed on what it was given."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +43,6 @@ class Settings:
     def masks(self) -> int:
         """The seed of dropout masks: replicas drop out differently."""
         return self.seed if self.replica == 0 else derived_seed(self.seed, self.replica)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive layers that a method treats alike: reversed from output, or recorded from input."""
-
-    reversible: bool
-    layers: tuple[nn.Module, ...]
-    first: int
-    """The index of the first layer in the whole network."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +117,9 @@ class Chain:
     def evaluate(self, segment: Segment, streams: Streams, microbatch: int) -> Streams:
         """Outputs alone: no graph, running statistics left as they are."""
         with torch.no_grad(), self._evaluation(), frozen_statistics(self._norms), self._counting_once(True):
-            for key, part, wide in _steps(segment):
-                self._seed(key, microbatch)
-                streams = _apply(key, part, streams, wide)
+            for part in segment.parts():
+                self._seed(part.key, microbatch)
+                streams = part(streams)
         return streams
 
     def essential(self, streams: Streams) -> Streams:
@@ -141,7 +127,7 @@ class Chain:
 
         A stage that is one additive coupling only adds to its target stream; its gradients do not depend on it.
         """
-        parts = [part for _, part in _parts(self.whole)]
+        parts = [part.what for part in self.whole.parts()]
         if len(parts) > 1 or not isinstance(parts[0], Coupling):
             return streams
         unread = parts[0].unread
@@ -154,8 +140,8 @@ class Chain:
             module.training = False
         try:
             with torch.no_grad(), self._evaluation():
-                for key, part, wide in _steps(self.whole):
-                    streams = _apply(key, part, streams, wide)
+                for part in self.whole.parts():
+                    streams = part(streams)
         finally:
             for module in training:
                 module.training = True
@@ -169,12 +155,12 @@ class Chain:
         reach = None if segment in self._looked_at else Reach((*inputs, *parameters))
         norms = [] if counts else self._norms
         with torch.enable_grad(), self._evaluation(), frozen_statistics(norms), self._counting_once(counts=counts):
-            for key, part, wide in _steps(segment):
-                self._seed(key, microbatch)
-                streams = _apply(key, part, streams, wide)
+            for part in segment.parts():
+                self._seed(part.key, microbatch)
+                streams = part(streams)
                 found = None if reach is None else reach.foreign(streams)
                 if found is not None:
-                    raise LayerError(unreached(_name(key, part), found, self._called(found)))
+                    raise LayerError(unreached(part.name, found, self._called(found)))
         self._looked_at.add(segment)
         return Tape(inputs, streams, parameters)
 
@@ -185,7 +171,8 @@ class Chain:
 
         With ``overlap``, one is reconstructed beside the gradient of the one above it.
         """
-        keys, couplings = zip(*_parts(segment), strict=True)
+        parts = segment.parts()
+        keys, couplings = [part.key for part in parts], [p.what for p in parts if isinstance(p.what, Coupling)]
         with self._evaluation(), self._counting_once():
             found = unwind(couplings, leaves(streams), gradients, lambda i: self._seed(keys[i], microbatch), overlap)
         return found._replace(inputs=tuple(x.detach() for x in found.inputs))
@@ -201,7 +188,8 @@ class Chain:
         """Like `reverse`, but only the inputs come from the current weights; gradients from ``weights``."""
         total: ParameterGradients = {}
         with self._evaluation():
-            for key, coupling in reversed(list(_parts(segment))):
+            for part in reversed(segment.parts()):
+                key, coupling = part.key, part.what
                 assert isinstance(coupling, Coupling)
                 self._seed(key, microbatch)
                 with torch.no_grad(), frozen_statistics(self._norms):
@@ -274,12 +262,12 @@ class Chain:
             yield
             return
         held = [(m, name, b) for m in self._stateful for name, b in m._buffers.items() if b is not None]
-        versions = [_version(buffer) for _, _, buffer in held]
+        versions = [version_of(buffer) for _, _, buffer in held]
         yield
         changed = {
             module
             for (module, name, buffer), version in zip(held, versions, strict=True)
-            if module._buffers.get(name) is not buffer or _version(buffer) != version
+            if module._buffers.get(name) is not buffer or version_of(buffer) != version
         }
         for module in changed & self._changed if counts else changed:
             index, layer = next((i, x) for i, x in enumerate(self.layers, self.whole.first) if module in x.modules())
@@ -306,59 +294,3 @@ class Chain:
             now = random_state(self.settings.device)
             self.has_drawn |= any(not a.equal(b) for a, b in zip(self._seeded, now, strict=True))
             self._seeded = None
-
-
-def _parts(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Module]]:
-    """What is evaluated in one go and with one seed, keyed by layer and by coupling in the layer.
-
-    The key names the layer in the network, not in the stage: masks do not depend on where stages are cut.
-    """
-    for index, layer in enumerate(segment.layers, segment.first):
-        if isinstance(layer, ReversibleLayer):
-            for i, coupling in enumerate(layer.couplings()):
-                yield (index, i), coupling
-        else:
-            yield (index, 0), layer
-
-
-def _steps(segment: Segment) -> Iterator[tuple[tuple[int, int], Coupling | nn.Module, bool]]:
-    """Parts as they are evaluated, and whether what they give is to be widened."""
-    parts = list(_parts(segment))
-    for (key, part), above in zip(parts, [*(part for _, part in parts[1:]), None], strict=True):
-        yield key, part, not isinstance(part, Coupling) and not getattr(above, "narrows", False)
-
-
-def _name(key: tuple[int, int], part: Coupling | nn.Module) -> str:
-    module = part.modules[0] if isinstance(part, Coupling) else part
-    return f"layer {key[0]} ({type(module).__name__})"
-
-
-def _unusual(dtype: torch.dtype) -> str:
-    return "" if dtype is torch.float32 else f" in {str(dtype).removeprefix('torch.')}"
-
-
-def _apply(key: tuple[int, int], part: Coupling | nn.Module, streams: Streams, wide: bool) -> Streams:
-    name = _name(key, part)
-    versions = [_version(x) for x in streams]
-    in_place = (
-        f"{name} changes its input in place, but that input is needed again: begin it with an out-of-place "
-        "operation (inplace=False), or make it one layer with the layer before it"
-    )
-    try:
-        outputs = part.forward(streams) if isinstance(part, Coupling) else as_streams(part(*streams))
-    except (RuntimeError, TypeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        if "in-place operation" in str(error):
-            raise LayerError(in_place) from error
-        why = first_line(error)
-        shapes = ", ".join(str(tuple(x.shape)) + _unusual(x.dtype) for x in streams)
-        raise LayerError(f"{name} cannot take inputs of shape {shapes}: {why}") from error
-    if versions != [_version(x) for x in streams]:
-        raise LayerError(in_place)
-    return widened(outputs) if wide else outputs
-
-
-def _version(x: Tensor) -> int:
-    """Counts changes in place, where they are counted."""
-    return 0 if x.is_inference() else x._version
