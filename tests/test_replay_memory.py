@@ -4,6 +4,7 @@ import pytest
 import torch
 from networks import batches, reversible_network
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from trainers import make
 
 from petra import Network, Trainer
@@ -75,6 +76,38 @@ def test_it_is_the_same_on_paper(method):
     """On the "meta" device nothing is computed, and the same is counted."""
     real, paper = (watch(method, 12, 3, device) for device in ("cpu", "meta"))
     assert (real.stages, real.together) == (paper.stages, paper.together)
+
+
+def identities(again):
+    """A `storage_id` that hands out numbers: those of freed memory at the next opportunity, or never again."""
+    known, numbers, free = {}, {}, []
+
+    def storage_id(tensor):
+        storage = tensor.untyped_storage()
+        for key in [key for key, reference in known.items() if again and key in numbers and reference.expired()]:
+            free.append(numbers.pop(key))
+        known.setdefault(storage._cdata, StorageWeakRef(storage))  # which also keeps the address from others
+        if storage._cdata not in numbers:
+            numbers[storage._cdata] = free.pop() if free else len(known)
+        return numbers[storage._cdata]
+
+    return storage_id
+
+
+@pytest.mark.parametrize("method", ["petra", "features-replay", "ddg"])
+def test_memory_that_takes_the_place_of_another_is_counted(method, monkeypatch):
+    """What an action lets go, as a message, may be followed at its address by what autograd saves."""
+    found = []
+    for again in (False, True):
+        monkeypatch.setattr("petra.measure.activations.storage_id", identities(again))
+        trainer = make(reversible_network(6), method=method, stages=3)
+        *before, last = batches(6)
+        for x, y in before:
+            trainer.step(x, y)
+        with Activations(trainer.executor) as counted:
+            trainer.step(*last)
+        found.append((counted.stages, counted.together))
+    assert found[0] == found[1]
 
 
 def test_memory_that_stages_share_is_counted_once_for_all_and_once_for_each():

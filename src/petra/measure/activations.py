@@ -15,13 +15,13 @@ from petra.execution import LocalExecutor, Stage
 from petra.reversible.streams import storage_id
 from petra.schedule import Action
 
-Storages = dict[int, int]
-"""The bytes of each storage, by its identity."""
+Storages = dict[int, torch.UntypedStorage]
+"""By their identity, which nothing else can have as long as they are kept here."""
 
 
 def storages(tensors: Iterable[Tensor]) -> Storages:
     """The memory that the tensors lie in."""
-    return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+    return {storage_id(t): t.untyped_storage() for t in tensors}
 
 
 def fixed(stage: Stage) -> list[Tensor]:
@@ -49,8 +49,10 @@ class Activations(AbstractContextManager["Activations"]):
         """The most bytes that all of them have had at one moment, memory that they share counted once."""
         self._parameters = {stage.index: stage.parameters for stage in executor.stages}
         self._saved: dict[int, Counter[int]] = {}  # stage -> storage -> live tensors in it that autograd has saved
-        self._bytes: Storages = {}  # of storages in _saved
+        self._bytes: dict[int, int] = {}  # of storages in _saved and _held
         self._graphs: dict[tuple[int, int], Storages] = {}  # by stage and micro-batch
+        self._fixed: Storages = {}
+        self._held: dict[int, Storages] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Activations:
@@ -64,17 +66,18 @@ class Activations(AbstractContextManager["Activations"]):
     ) -> None:
         self.executor.observers.remove(self._observe)
         self._stack.close()
+        self._fixed, self._held, self._graphs = {}, {index: {} for index in self._held}, {}
 
     def _observe(self, tick: int, action: Action, stage: Stage) -> None:
         self._survey()
 
     def _survey(self) -> None:
         """Look at what is held between two actions, and count it together with what is saved."""
-        self._fixed: set[int] = set()
+        self._fixed = {}
         held: dict[int, Storages] = {}
         graphs: dict[tuple[int, int], Storages] = {}
         for stage in self.executor.stages:
-            self._fixed |= storages(fixed(stage)).keys()
+            self._fixed |= storages(fixed(stage))
             inputs = [x for kept in stage.kept.values() for streams in kept.inputs for x in streams]
             own = storages([*inputs, *self.executor.messages(stage.index), *stage.waiting()])
             for microbatch, kept in stage.kept.items():
@@ -88,11 +91,10 @@ class Activations(AbstractContextManager["Activations"]):
         self._everything = Counter[int]()
         self._now = Counter[int]()
         for index, own in held.items():
-            live = own | {key: self._bytes[key] for key in self._saved.get(index, ())}
-            live = {key: size for key, size in live.items() if key not in self._fixed}
-            self._now[index] = sum(live.values())
-            self._everything.update(live.keys())
-            self._bytes |= live
+            self._bytes |= {key: storage.nbytes() for key, storage in own.items()}
+            live = (own.keys() | self._saved.get(index, Counter()).keys()) - self._fixed.keys()
+            self._now[index] = sum(self._bytes[key] for key in live)
+            self._everything.update(live)
         self._total = sum(self._bytes[key] for key in self._everything)
         self._note()
 

@@ -48,7 +48,7 @@ class StageMemory:
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors' memory, shared memory counted once."""
-    return sum(storages(tensors).values())
+    return sum(storage.nbytes() for storage in storages(tensors).values())
 
 
 def at_rest(executor: LocalExecutor) -> list[StageMemory]:
@@ -61,7 +61,7 @@ def at_rest(executor: LocalExecutor) -> list[StageMemory]:
         messages = executor.messages(stage.index)
         for name, found in (("inputs", tensors["inputs"]), ("messages", messages), ("graph", tensors["graph"])):
             own = storages(found)
-            held[name] = sum(size for key, size in own.items() if key not in known)
+            held[name] = sum(storage.nbytes() for key, storage in own.items() if key not in known)
             known |= own.keys()
         rows.append(StageMemory(**held))
     return rows
