@@ -69,6 +69,10 @@ def test_it_is_drawn_where_that_can_be(tmp_path, capsys, monkeypatch):
         (["--stages", "0"], "stages is 0"),
         (["--methods", "feature-replay"], "did you mean 'features-replay'?"),
         (["--methods", "petra", "--order", "alphabetical"], "alphabetical"),
+        (
+            ["--methods", "backprop", "ddg", "--order", "lock-step"],
+            "backprop and ddg have one order only: leave it out",
+        ),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--out", __file__], "which is a file"),
     ],

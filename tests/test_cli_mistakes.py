@@ -34,6 +34,19 @@ def test_a_comparison_in_a_file(tmp_path, capsys):
     assert "file, which is a file: give a folder" in said(capsys, "compare", *SMALL, "--out", tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--order", "lock-step"], "backprop and dni have one order only: leave it out"),
+        (["--correct", "predict"], "backprop and dni have no staleness to correct: leave it out"),
+    ],
+)
+def test_a_comparison_in_which_nothing_takes_an_option(options, message, tmp_path, capsys):
+    words = ["compare", *SMALL, "--methods", "backprop", "dni", *options, "--out", tmp_path / "no"]
+    assert message in said(capsys, *words)
+    assert not (tmp_path / "no").exists()
+
+
 def test_a_comparison_that_is_resumed_without_its_options(tmp_path, capsys):
     error = said(capsys, "compare", "--resume", "--out", tmp_path)
     assert "--resume needs the options of the comparison" in error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from petra import methods
-from petra.cli.options import add_run_options, given, refuse_capture, reporting, set_up_device
+from petra.cli.options import add_run_options, given, refuse_capture, refuse_unused, reporting, set_up_device
 from petra.cli.plot import read
 from petra.execution import Diverged
 from petra.measure.run_figure import check_plots, draw_runs
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
             "give --recipe or --model and the others as before"
         )
     names = list(dict.fromkeys(name for text in options.methods for name in text.split(",")))
+    refuse_unused(options, names)
     configs = []
     for name in names:
         method = methods.find(name)

@@ -11,7 +11,7 @@ import torch
 
 from petra import methods
 from petra.cli.case import Case
-from petra.cli.options import order_option, whole_numbers
+from petra.cli.options import order_option, refuse_unused, whole_numbers
 from petra.cli.plan import add_network_options
 from petra.measure import Activations, environment
 from petra.measure.memory_figure import draw_memory
@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
     """Count, print the table, write and draw it."""
     refuse_file(options.out)
     names = list(dict.fromkeys(name for text in options.methods for name in text.split(",")))
+    refuse_unused(options, names)
     numbers = options.stages if isinstance(options.stages, list) else [options.stages]
     cases = {name: {k: _case(options, name, k) for k in sorted(set(numbers))} for name in names}
     rows: dict[str, dict[int, list[int]]] = {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from petra import methods
 from petra.corrections import CORRECTIONS, choose
 from petra.execution.job import processes
 from petra.methods import METHODS
@@ -272,6 +273,21 @@ def refuse_capture(options: argparse.Namespace, count: int = 1) -> None:
     if options.capture and not options.device.startswith("cuda"):
         raise ValueError(
             f"--capture records CUDA graphs, and --device is {options.device}: leave --capture out, or use a GPU"
+        )
+
+
+def refuse_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise ValueError if an order or corrections were given, and none of these methods takes them."""
+    found = [methods.find(name) for name in names]
+    if options.order is not None and not any(method.pipelined for method in found):
+        raise ValueError(
+            f"--order is given, but {' and '.join(names)} {'have' if len(names) > 1 else 'has'} one order only: "
+            "leave it out, or add a pipelined method such as petra"
+        )
+    if getattr(options, "corrections", None) and not any(method.stale for method in found):
+        raise ValueError(
+            f"--correct is given, but {' and '.join(names)} {'have' if len(names) > 1 else 'has'} no staleness to "
+            "correct: leave it out, or add a pipelined method such as petra"
         )
 
 
