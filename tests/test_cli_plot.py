@@ -64,3 +64,14 @@ def test_a_single_epoch_can_be_seen():
         records = [{"epoch": epoch, "test_loss": 0.5} for epoch in range(count)]
         run_figure._over(drawn, [run_figure.Curves("a", records)], "epoch", ("test_loss",), "loss")
     assert [call.kwargs.get("marker") for call in drawn.plot.call_args_list] == ["o", None]
+
+
+def test_runs_of_the_same_name_are_told_apart(compared, tmp_path, monkeypatch):
+    """As those of two comparisons, with momentum and without; and a folder has a name from within."""
+    drawn = Mock()
+    monkeypatch.setattr("petra.cli.plot.draw_runs", drawn)
+    monkeypatch.setattr("petra.cli.plot.check_plots", Mock())
+    monkeypatch.chdir(compared / "ddg")
+    twice = [compared / "ddg", compared / "backprop", compared / "ddg" / ".." / "backprop"]
+    assert main(["plot", ".", *map(str, twice[1:]), "--out", str(tmp_path / "a.png")]) == 0
+    assert [run.name for run in drawn.call_args.args[0]] == ["ddg", str(twice[1]), str(twice[2])]

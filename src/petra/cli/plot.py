@@ -31,18 +31,22 @@ def run(options: argparse.Namespace) -> None:
     refuse_folder("--out", options.out)
     if options.out.suffix.lower() not in ("", ".png"):
         raise ValueError(f"--out is {options.out}, but figures are PNG: give a name that ends in .png")
-    found = [read(folder) for folder in options.folders]
+    names = [folder.resolve().name for folder in options.folders]
+    found = [
+        read(folder, str(folder) if names.count(name) > 1 else name)
+        for folder, name in zip(options.folders, names, strict=True)
+    ]
     check_plots()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     draw_runs(found, options.out)
     print(f"{counted(len(options.folders), 'run')} in {options.out}")
 
 
-def read(folder: Path, name: str | None = None) -> Curves:
+def read(folder: Path, name: str) -> Curves:
     """What the run in a folder has noted; it need not be done."""
     if not (folder / METRICS).exists():
         raise ValueError(f"{folder} holds no run: give folders of `petra train` or `petra fidelity`")
-    return Curves(name or folder.name, _lines(folder / METRICS), _lines(folder / FIDELITY))
+    return Curves(name, _lines(folder / METRICS), _lines(folder / FIDELITY))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
