@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from petra import methods
 from petra.corrections import CORRECTIONS, choose
 from petra.execution.job import processes
-from petra.methods import METHODS
+from petra.methods import METHODS, find
 from petra.training.curves import SCHEDULES
 from petra.training.optimizers import OPTIMIZERS
 from petra.training.recipes import RECIPES
@@ -278,7 +277,7 @@ def refuse_capture(options: argparse.Namespace, count: int = 1) -> None:
 
 def refuse_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
     """Raise ValueError if an order or corrections were given, and none of these methods takes them."""
-    found = [methods.find(name) for name in names]
+    found = [find(name) for name in names]
     if options.order is not None and not any(method.pipelined for method in found):
         raise ValueError(
             f"--order is given, but {' and '.join(names)} {'have' if len(names) > 1 else 'has'} one order only: "
