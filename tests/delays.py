@@ -5,6 +5,8 @@ floor((m - n_s)/k) updates have been made, and backward when floor(m/k) have. So
 versions of weights.
 """
 
+import math
+
 import torch
 from torch import nn
 
@@ -81,9 +83,6 @@ class Stage:
     def __init__(self, function, weights, n, k, hyper, c):
         self.function, self.n, self.k, self.h, self.c = function, n, k, hyper, c
         self.tau = n / k
-        self.m = hyper["momentum"]
-        if "inertia" in c and n > 0:
-            self.m = max(self.m, 1 - 1 / max(c["inertia"] * k * self.tau**2, 1))
         self.versions = [[w.detach().clone() for w in weights]]
         self.velocity = [None]  # of each version
         self.delta = [torch.zeros_like(w) for w in weights]
@@ -92,10 +91,17 @@ class Stage:
         self.momentum = None
         self.gradients = []
 
+    def m(self, u):
+        m = self.h["momentum"]
+        if "inertia" in self.c and self.n > 0:
+            fall = min((2**-i for i in range(99)), key=lambda f: abs(math.log(f) - math.log(self.h["gamma"] ** u)))
+            m = max(m, 1 - 1 / max(self.c["inertia"] * self.k * self.tau**2 * fall, 1))
+        return m
+
     def lr(self, u):
         lr = self.h["lr"] * self.h["gamma"] ** u
         if "inertia" in self.c:
-            lr = lr * (1 - self.m) / (1 - self.h["momentum"])
+            lr = lr * (1 - self.m(u)) / (1 - self.h["momentum"])
         if "reschedule" in self.c and self.n > 0:
             p = 1 - min(u / self.c["reschedule"], 1)
             lr = lr / max(self.tau, 1) ** p
@@ -106,12 +112,12 @@ class Stage:
         d = m // self.k - max(m - self.n, 0) // self.k
         w = self.versions[u]
         if {"predict", "coast"} & set(self.c) and d > 0 and self.tau >= 1 and self.velocity[u] is not None:
-            steps = d if "predict" in self.c else self.coasting(d)
+            steps = d if "predict" in self.c else self.coasting(d, u)
             w = [a - self.lr(u) * steps * v for a, v in zip(w, self.velocity[u], strict=True)]
         return w
 
-    def coasting(self, d):
-        r = self.c["coast"] or (self.m if self.h["optimizer"] == "sgd" else 0.9)
+    def coasting(self, d, u):
+        r = self.c["coast"] or (self.m(u) if self.h["optimizer"] == "sgd" else 0.9)
         first = r * r if self.h["optimizer"] == "sgd" and self.h["nesterov"] else r
         return first * (1 - r**d) / (1 - r)
 
@@ -138,7 +144,7 @@ class Stage:
         self.versions.append(new)
 
     def sgd(self, old, g, u):
-        m, nesterov = self.m, self.h["nesterov"]
+        m, nesterov = self.m(u), self.h["nesterov"]
         g = [v + self.h["decay"] * w for v, w in zip(g, old, strict=True)]
         self.momentum = g if self.momentum is None else [m * b + v for b, v in zip(self.momentum, g, strict=True)]
         self.velocity.append(self.momentum)

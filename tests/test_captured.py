@@ -29,6 +29,10 @@ def warming(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, 0.1 + t / 20))
 
 
+def dropping(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, 0.5 + t / 20) * (1.0 if t < 15 else 0.1))
+
+
 def tiny(**options):
     torch.manual_seed(0)
     return models.create("revnet18", width=2, depths=(2, 2), in_channels=3, num_classes=4, **options)
@@ -147,6 +151,16 @@ def test_stashed_weights(method, order):
 def test_corrections(corrections, accumulate):
     trainers = pair(corrections=corrections, accumulate=accumulate, order="lock-step")
     assert_same_to_the_end(trainers)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_momentum_that_falls_with_the_learning_rate(accumulate):
+    trainers = pair(corrections=["predict", "inertia:4"], accumulate=accumulate, scheduler=dropping)
+    for x, y in data(30 * accumulate):
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor._recorder.recorded == 2 * accumulate
+    assert trainers[1].executor.replayed > 10 * accumulate
 
 
 def test_around_replayed_ticks_everything_goes_on():

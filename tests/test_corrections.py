@@ -481,3 +481,22 @@ def test_inertia_goes_with_a_momentum_that_a_scheduler_moves():
             (group,) = stage.optimizer.param_groups
             site = stage.corrected.site
             assert site.rate == pytest.approx((1 - site.momentum(group)) / (1 - group["momentum"]))
+
+
+def test_inertia_falls_with_the_learning_rate_once_it_has_been_at_its_highest():
+    rates = [0.0, 0.5, 1.0, 0.8, 0.6, 0.1, 0.01, 0.3, 0.0, 2.0, 1.0]
+    falls = [1.0, 1.0, 1.0, 1.0, 0.5, 0.125, 2**-7, 0.25, 0.0, 1.0, 0.5]
+
+    def jumping(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: rates[t])
+
+    trainer = make(mixed_network(), stages=5, order="lock-step", corrections=["inertia:9"], scheduler=jumping)
+    seen = {stage.index: [stage.corrected.site.memory] for stage in trainer.stages[:-1]}
+    for x, y in batches(14):
+        trainer.step(x, y)
+        for stage in trainer.stages[:-1]:
+            if stage.updates >= len(seen[stage.index]):
+                seen[stage.index].append(stage.corrected.site.memory)
+    assert len(seen[3]) > 9
+    for stage, memories in seen.items():
+        assert memories == [9 * (8 - 2 * stage) ** 2 * fall for fall in falls[: len(memories)]]

@@ -221,6 +221,26 @@ def test_inertia_finds_the_momentum_of_the_moment_at_another_cut():
     assert after.corrected.site.rate == before.corrected.site.rate
 
 
+def test_inertia_remembers_the_highest_learning_rate():
+    """In a checkpoint, and at another cut."""
+
+    def dropping(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 if t < 4 else 0.1)
+
+    def made(stages):
+        return pipeline(stages=stages, corrections=["inertia:8"], scheduler=dropping)
+
+    old, same, other = made([2, 2, 2]), made([2, 2, 2]), made([2, 1, 3])
+    for x, y in batches(9):
+        old.step(x, y)
+    same.load_state_dict(copy.deepcopy(old.state_dict()))
+    old.drain()
+    other.load_drained(old.state_dict())
+    for trainer in (old, same, other):
+        site = trainer.stages[0].corrected.site
+        assert (site.fall, site.memory) == (0.125, 8 * 2**2 / 8)
+
+
 def test_memory_of_corrections_is_counted():
     plain, corrected = (pipeline(stages=3, corrections=names) for names in ([], ["discrepancy"]))
     for trainer in (plain, corrected):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_captured import assert_same, step, warming
+from test_captured import assert_same, dropping, step, warming
 from torch import nn
 from trainers import make
 
@@ -85,6 +85,15 @@ def test_corrections(corrections):
     for x, y in data(60):
         step(trainers, x, y)
     assert_same(*trainers)
+    assert trainers[1].executor.replayed > 15
+
+
+def test_momentum_that_falls_with_the_learning_rate():
+    trainers = pair(corrections=["predict", "inertia:4"], scheduler=dropping)
+    for x, y in data(60):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert trainers[1].executor.refusal is None
     assert trainers[1].executor.replayed > 15
 
 

@@ -120,6 +120,8 @@ def _corrections() -> list[Trial]:
     plan += [_short("petra", s, order="low-staleness", correct=c, **_momentum(m)) for m, c, s in smooth]
     plan += [_corrected("low-staleness", f"{c},inertia:{f:g}") for c in ("predict", "coast") for f in (1, 4)]
     plan += [_corrected("low-staleness", "predict,inertia:4", seed) for seed in (1, 2)]
+    for seed in (3, 4, 5):  # without any part in the choice of a correction
+        plan += [_short("backprop", seed), _corrected("low-staleness", "predict,inertia:4", seed)]
     return plan + [_corrected("low-staleness", f"predict,inertia:{f:g}") for f in (8, 16)]
 
 

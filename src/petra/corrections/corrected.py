@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from math import prod
+from math import log2, prod
 from typing import Any
 
 import torch
@@ -38,8 +38,7 @@ class Corrected:
         self._accumulate = accumulate
         self._began: dict[int, int] = {}  # micro-batch in flight -> updates before its forward
         self._blank = blank  # updates with gradients of zero that are still to come
-        self.site.memory = max((c.memory(self.site) for c in self.corrections), default=0.0)
-        self.set_rate()
+        self.see_rate()
 
     def before_forward(self, microbatch: int, accumulated: int) -> tuple[int, Weights | None]:
         """The delay that the micro-batch will have, and the weights of its forward, None for the current ones.
@@ -99,17 +98,30 @@ class Corrected:
     def state_dict(self) -> dict[str, Any]:
         """What is kept, with parameters themselves as keys."""
         state = {p: dict(values) for p, values in self.site.state.items()}
-        return {"state": state, "began": dict(self._began), "blank": self._blank}
+        return {"state": state, "began": dict(self._began), "blank": self._blank, "highest": self.site.highest}
 
     def load_state_dict(self, state: dict[str, Any], updates: int) -> None:
         """Take up what `state_dict` gave after so many updates."""
         self.site.state = {p: {k: v.clone() for k, v in values.items()} for p, values in state["state"].items()}
         self._began, self._blank = dict(state["began"]), state.get("blank", 0)
-        self.site.updates = updates
-        self.set_rate()
+        self.site.updates, self.site.highest = updates, state.get("highest", 0.0)
+        self.see_rate()
 
     def _count(self) -> None:
         self.site.updates += 1
+        self.set_rate()
+
+    def see_rate(self) -> None:
+        """Look at the learning rate and the momentum that a scheduler, or who ever it was, has set for the next update.
+
+        What goes with the learning rate goes in powers of two: a momentum is a part of recorded updates, and each
+        change has to be recorded anew.
+        """
+        site = self.site
+        rate = float(site.optimizer.param_groups[0].get("lr", 0.0))
+        site.highest = max(site.highest, rate)
+        site.fall = 2.0 ** round(log2(rate / site.highest)) if rate > 0 else float(site.highest == 0)
+        site.memory = max((c.memory(site) for c in self.corrections), default=0.0)
         self.set_rate()
 
     def set_rate(self) -> None:

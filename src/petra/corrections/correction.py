@@ -27,6 +27,10 @@ class Site:
     """How many there have been."""
     rate: float = 1.0
     """What the learning rate of the next update is multiplied by."""
+    highest: float = 0.0
+    """The highest learning rate that there has been."""
+    fall: float = 1.0
+    """ρ: the learning rate of the next update over the highest, as the nearest power of two."""
     memory: float = 0.0
     """How many updates momentum has to remember, 1/(1 - m), if its own are fewer."""
     state: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)

@@ -11,12 +11,13 @@ from petra.corrections.correction import Correction, Site
 
 @dataclass(frozen=True)
 class Inertia(Correction):
-    """Momentum m_s with 1/(1 - m_s) = max(1/(1 - m), c·k·τ²), and a learning rate of lr·(1 - m_s)/(1 - m).
+    """Momentum m_s with 1/(1 - m_s) = max(1/(1 - m), c·k·τ²·ρ), and a learning rate of lr·(1 - m_s)/(1 - m).
 
     What a gradient does to the weights in the end is the same, only slower. An update that comes τ too late then
     stays stable at sharper curvatures, if `Predict` or `Coast` looks ahead as far as it is late: with momentum near 1 a
     quadratic loss of curvature h is an oscillation of frequency √(lr_s·h), which has to be slow beside the delay. As lr
-    goes with k, so does the factor: momentum remembers c·n² micro-batches where n are in flight, whatever k is.
+    goes with k, so does the factor: momentum remembers c·n² micro-batches where n are in flight, whatever k is. And
+    as lr falls to ρ times its highest, so does what has to be remembered: long oscillations keep weights from settling.
     """
 
     name = "inertia"
@@ -44,7 +45,7 @@ class Inertia(Correction):
             )
 
     def memory(self, site: Site) -> float:
-        return self.factor * site.accumulate * site.staleness**2
+        return self.factor * site.accumulate * site.staleness**2 * site.fall
 
     def rate(self, site: Site) -> float:
         group = site.optimizer.param_groups[0]

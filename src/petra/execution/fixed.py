@@ -46,4 +46,5 @@ class Fixed:
                 places += [v.data_ptr() for v in stage.synthesizer.tensors()]
             if stage.corrected is not None:
                 places += [v.data_ptr() for v in stage.corrected.tensors()]
+                settings.append(stage.corrected.site.memory)
         return modes, settings, places

@@ -260,8 +260,8 @@ class Stage:
         """Set the learning rate of the next update."""
         if self.scheduler is not None:
             self.scheduler.step()
-            if self.corrected is not None:
-                self.corrected.set_rate()  # it may go with the momentum, which some schedulers move too
+        if self.corrected is not None:
+            self.corrected.see_rate()
 
     def _average_over_replicas(self) -> None:
         assert self.average is not None

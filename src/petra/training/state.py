@@ -141,7 +141,8 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
         stage.scheduler.load_state_dict(moved(_scheduler_state(own, stage.optimizer, with_optimizer, names), device))
     if stage.corrected is not None:  # after the optimizer, for they ask for its momentum
         corrections = [state["corrections"] for state in saved if state["corrections"] is not None]
-        _load_corrections(stage, corrections, {"began": {}}, names, device)
+        highest = max((one.get("highest", 0.0) for one in corrections), default=0.0)
+        _load_corrections(stage, corrections, {"began": {}, "highest": highest}, names, device)
 
 
 def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
