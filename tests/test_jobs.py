@@ -201,7 +201,10 @@ class TestLauncher:
             patch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
             assert launch.launch([], 2) == 130
         assert [process.returncode for process in started] == [-signal.SIGTERM] * (number + 1)
-        assert capfd.readouterr().err == "petra: stopped before there was anything to keep\n"
+        assert (
+            capfd.readouterr().err
+            == "petra: stopped at once; --resume goes on from the last checkpoint, if there is one\n"
+        )
 
     def test_the_worst_exit_code_counts(self, monkeypatch, capfd):
         codes = iter([1, 2, 0])

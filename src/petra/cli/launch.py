@@ -72,7 +72,7 @@ def _wait(started: list[subprocess.Popen[bytes]], asked: list[int]) -> int:
     codes = [process.poll() for process in started]
     if asked and any(codes):
         if 130 not in codes:  # else one of them has said it
-            print("petra: stopped before there was anything to keep", file=sys.stderr)
+            print("petra: stopped at once; --resume goes on from the last checkpoint, if there is one", file=sys.stderr)
         return 130
     for process, code in enumerate(codes):
         if code is not None and code < 0:
