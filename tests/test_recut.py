@@ -280,6 +280,16 @@ def test_ranks_that_see_different_checkpoints_are_told(tmp_path):
         run_together(work, 2)
 
 
+def test_a_checkpoint_that_makes_room_for_a_newer_one_while_it_is_read(tmp_path):
+    writing = Checkpoints(tmp_path / "checkpoint", Alone())
+    write(writing, 1)
+    reading = Checkpoints(tmp_path / "checkpoint", Alone())
+    write(writing, 2)
+    for read in (reading.run, lambda: reading.stage(0)):
+        with pytest.raises(ValueError, match=f"another process is training in {tmp_path}: wait"):
+            read()
+
+
 def test_a_really_full_disk_is_named(tmp_path):
     """Wherever in the file it happens, and whatever torch makes of it."""
     for room in (0, 100, 1000, 3000):

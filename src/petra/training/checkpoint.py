@@ -145,15 +145,23 @@ class Checkpoints:
 
     def run(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """What the last checkpoint says about the whole run."""
-        return load(self._folder / _name(self._number) / RUN, device)
+        return self._load(RUN, device)
 
     def stage(self, index: int, replica: int = 0, device: torch.device | str = "cpu") -> dict[str, Any]:
         """A stage in the last checkpoint: its weights, and what is in flight in a replica."""
-        folder = self._folder / _name(self._number)
-        found = load(folder / _stage(index, 0), device)
+        found = self._load(_stage(index, 0), device)
         if replica > 0:
-            found["flight"] = load(folder / _stage(index, replica), device)["flight"]
+            found["flight"] = self._load(_stage(index, replica), device)["flight"]
         return {"weights": found["weights"], "flight": found["flight"]}
+
+    def _load(self, name: str, device: torch.device | str) -> dict[str, Any]:
+        try:
+            return load(self._folder / _name(self._number) / name, device)
+        except FileNotFoundError:
+            if self.have_changed():  # by a newer one, which older ones make room for
+                run = self._folder.parent
+                raise ValueError(f"another process is training in {run}: wait for its end to --resume it") from None
+            raise
 
     def _latest(self) -> int | None:
         path = self._folder / LATEST
