@@ -398,6 +398,19 @@ def test_bad_input_that_ranks_find_is_said_once(arguments, says, tmp_path):
     check_said_once(error, says, tmp_path / "run")
 
 
+@pytest.mark.parametrize(("name", "waits"), [("this job", True), (None, False)])
+def test_under_torchrun_the_first_process_has_time_to_say_what_all_find(name, waits, monkeypatch, capsys):
+    """And where it has found nothing, the other says it."""
+    waited = []
+    monkeypatch.setattr("petra.cli.main.time", SimpleNamespace(sleep=waited.append), raising=False)
+    monkeypatch.setattr("petra.cli.main._leave", lambda code: code)
+    for variable, value in {"WORLD_SIZE": "2", "RANK": "1", "TORCHELASTIC_RUN_ID": name}.items():
+        monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(variable, raising=False)
+    assert main([*SMALL, "--ranks", "3"]) == 2
+    assert bool(waited) == waits
+    assert ("--ranks is 3, but 2 were started" in capsys.readouterr().err) == waits
+
+
 def check_said_once(error, says, folder):
     assert says in error
     assert len(error.strip().splitlines()) == 1, error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -12,8 +13,11 @@ from typing import Any, NoReturn
 import petra
 from petra.cli import compare, evaluate, fidelity, generate, lists, memory, plan, plot, schedule, train
 from petra.execution import Diverged
-from petra.execution.job import JobFailed, Spoken, first, met, processes
+from petra.execution.job import JobFailed, Spoken, first, job_name, met, processes
 from petra.training.run import Interrupted
+
+PATIENCE = 10.0
+"""Seconds that the first process has to say what all of them have run into."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,9 +78,21 @@ def _fail(error: BaseException, code: int, word: str = "error: ") -> int:
     if os.environ.get("PETRA_TRACEBACK"):
         raise error
     text = next(iter(str(error).splitlines()), "stopped")
-    if _alone() or met() or first():  # before they meet, all processes find the same fault
+    # Before they meet, all processes find the same fault.
+    if _alone() or met() or first() or (code != 130 and _outlives_the_first()):
         print(f"petra: {word}{text}", file=sys.stderr)
     return _leave(code)
+
+
+def _outlives_the_first() -> bool:
+    """Whether the first process has not failed too: if it does, torchrun ends this one while it waits.
+
+    Were this one to leave first, torchrun would end the other before it could say why.
+    """
+    if job_name() is None:
+        return False
+    time.sleep(PATIENCE)
+    return True
 
 
 def _alone() -> bool:
