@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -125,6 +126,8 @@ def test_a_run_that_is_through_can_be_asked_for_with_other_stages_and_ranks(tmp_
     """Finished or nearly so: the weights of other ranks are in a checkpoint of the stages of before."""
     folder = tmp_path / "run"
     before = make(folder, epochs=1, batch_size=512)()
+    last = folder / "checkpoint" / newest(folder)
+    shutil.copytree(last, last.with_name("000001"))  # as if it had been killed before that was removed
     for finished in (True, False):
         if not finished:
             state = checkpoint.load(folder / "checkpoint" / newest(folder) / "run.pt")
@@ -134,6 +137,7 @@ def test_a_run_that_is_through_can_be_asked_for_with_other_stages_and_ranks(tmp_
             lambda transport: make(folder, transport, resume=True, epochs=1, batch_size=512, stages=stages)(), 2
         )
         assert again[-1]["weights_sha256"] == before["weights_sha256"]
+        assert sorted(os.listdir(folder / "checkpoint")) == [newest(folder), "latest.json"]
 
 
 def newest(folder):

@@ -139,9 +139,13 @@ class Checkpoints:
         self._number += 1
         if place.speaks:
             write_json(self._folder / LATEST, {"format": FORMAT, "name": folder.name})
-            for old in _all(self._folder):
-                if old.name < folder.name:  # others may be writing the next one already
-                    remove_checkpoint(old)
+            self.remove_older()
+
+    def remove_older(self) -> None:
+        """Remove those before the last one, which are there still if a run was killed just then."""
+        for old in _all(self._folder):
+            if old.name < _name(self._number):  # others may be writing the next one already
+                remove_checkpoint(old)
 
     def run(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """What the last checkpoint says about the whole run."""

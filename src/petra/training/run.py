@@ -285,8 +285,9 @@ class Run:
         return summary
 
     def _finished_before(self) -> dict[str, Any]:
-        """The summary; weights that are missing or damaged are written anew."""
+        """The summary; weights that are missing or damaged are written anew, and older checkpoints removed."""
         if self.transport.place.speaks:
+            self._checkpoints.remove_older()
             weights, path = self._whole_network(), self.folder / WEIGHTS
             if not same_weights(weights, path):
                 checkpoint.export_weights(weights, path)
