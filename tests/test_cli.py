@@ -370,6 +370,15 @@ class TestRunsThatAreThere:
         self.check(finished, capsys, ["--resume", "--width", "5"], "has width 4, not 5")
         self.check(finished, capsys, ["--resume", "--momentum", "0.5"], "has momentum its default, not 0.5")
 
+    def test_resume_with_another_configuration_written_by_hand(self, finished, tmp_path, capsys):
+        edited = shutil.copytree(finished, tmp_path / "edited")
+        config = json.loads((edited / "config.json").read_text())
+        (edited / "config.json").write_text(json.dumps({**config, "lr": 0.7}))
+        self.check(edited, capsys, ["--resume"], "the checkpoint was written with lr 0.05, not 0.7")
+        assert json.loads((edited / "config.json").read_text())["lr"] == 0.7  # left for the user to mend
+        (edited / "config.json").write_text(json.dumps({**config, "checkpoint_epochs": 2}))
+        assert main(["train", "--resume", "--out", str(edited)]) == 0
+
     def test_resume_where_there_is_nothing_yet_is_said(self, tmp_path, capsys):
         assert main(["train", *SMALL, "--epochs", "1", "--resume", "--out", str(tmp_path / "run")]) == 0
         assert f"there is no checkpoint in {tmp_path / 'run'}: the run begins anew\n" in capsys.readouterr().err

@@ -21,14 +21,11 @@ from petra.cli.options import (
 from petra.execution.job import Spoken, join, processes
 from petra.names import counted
 from petra.tables import mebibytes
-from petra.training.config import RunConfig
+from petra.training.config import MAY_CHANGE, RunConfig
 from petra.training.faults import Fault, fail_at
 from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite
 from petra.training.run import Interrupted, Run
 from petra.training.weights import check_weights
-
-MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "order", "replicas", "data")
-"""Options that a resumed run may be given anew; data may have moved, and is held against its fingerprint."""
 
 
 def add_to(commands: Any) -> None:

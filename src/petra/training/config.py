@@ -27,6 +27,8 @@ from petra.training.orders import choose_order
 from petra.training.preparation import choose_corrections
 
 ADAPTIVE = ("adamw", "nadamw")
+MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "order", "replicas", "data")
+"""Options that a resumed run may be given anew; data may have moved, and is held against its fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,16 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "drops": list(self.drops), "corrections": list(self.corrections)}
+
+    def refuse_change(self, before: str) -> None:
+        """Raise ValueError if the checkpoint to go on from, which has the JSON ``before``, is of other options."""
+        now = json.loads(json.dumps(self.to_json()))
+        for name, value in json.loads(before).items():
+            if name not in MAY_CHANGE and now.get(name) != value:
+                raise ValueError(
+                    f"the checkpoint was written with {name} {json.dumps(value)}, not {json.dumps(now.get(name))}: "
+                    "put that back into config.json to resume it, or begin a new run with --weights"
+                )
 
     @property
     def base_lr(self) -> float:

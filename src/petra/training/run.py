@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -325,6 +326,7 @@ class Run:
             "position": asdict(position),
             "metrics_bytes": self.metrics.size,
             "data": self._fingerprint,
+            "config": json.dumps(self.config.to_json()),
         }
         self._checkpoints.save(run, state["stages"])
 
@@ -357,6 +359,7 @@ class Run:
             else:
                 self.position.count(finished)
                 self.position.read()
+            self.config.refuse_change(saved.get("config", "{}"))  # checkpoints of before have none
             return int(saved["metrics_bytes"])
         except Diverged:
             raise
