@@ -163,6 +163,25 @@ def test_cifar100_python(tmp_path: Path, child: str, protocol: int) -> None:
     check_cifar(load(str(tmp_path)), "cifar100", 100, 1)
 
 
+def test_a_train_part_may_be_missing_where_only_the_test_part_is_asked_for(tmp_path: Path) -> None:
+    write_cifar10(tmp_path / "cifar")
+    whole = load(str(tmp_path / "cifar"))
+    assert isinstance(whole, ImageData)
+    for file in (tmp_path / "cifar").glob("data_batch_*"):
+        file.unlink()
+    (tmp_path / "parquet").mkdir()
+    write_parquet(tmp_path / "parquet" / "test.parquet", [picture(0)], [1])
+    for folder in ("cifar", "parquet"):
+        with pytest.raises((ValueError, OSError)):
+            load(str(tmp_path / folder))
+    found = load(str(tmp_path / "cifar"), test_only=True)
+    assert isinstance(found, ImageData)
+    assert torch.equal(found.test_images, whole.test_images)
+    found = load(str(tmp_path / "parquet"), test_only=True)
+    assert isinstance(found, ImageData)
+    assert found.test_labels.tolist() == [1]
+
+
 def test_two_cifars_in_one_folder_are_told_apart(tmp_path: Path) -> None:
     write_cifar10(tmp_path / "cifar-10-batches-py")
     (tmp_path / "cifar-100-python").mkdir()

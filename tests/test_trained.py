@@ -271,6 +271,17 @@ def test_classes_with_other_names(tmp_path, capsys):
     assert "the classes of birds are not those of the run (see 'dog')" in capsys.readouterr().err
 
 
+def test_data_without_a_train_part(digits, films, place, tmp_path, capsys):
+    for number in range(10):
+        (tmp_path / "images" / "val" / str(number)).mkdir(parents=True)
+        Image.fromarray(np.full((8, 8), number, np.uint8)).save(tmp_path / f"images/val/{number}/0.png")
+    assert score(capsys, digits, "--data", tmp_path / "images")["samples"] == 10
+    (tmp_path / "films").mkdir()
+    shutil.copy(place / "films" / "dev.tsv", tmp_path / "films" / "dev.tsv")
+    found, summary = score(capsys, films, "--data", tmp_path / "films"), read(films, "summary.json")
+    assert found["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-12)
+
+
 # --- generate ---
 
 

@@ -171,9 +171,13 @@ class RunConfig:
             return CosineCurve(self.epochs, updates, self.warmup_epochs)
         return LearningRateCurve(self.epochs, updates, self.warmup_epochs, tuple(self.drops))
 
-    def load_data(self, vocabulary: Sequence[str] = ()) -> Data:
-        """The data set, in memory; of text with its own vocabulary, or with the one that is given."""
-        return load(self.data, seed=self.seed, length=self.length, vocab_size=self.vocab_size, vocabulary=vocabulary)
+    def load_data(self, vocabulary: Sequence[str] = (), test_only: bool = False) -> Data:
+        """The data set, in memory; of text with its own vocabulary, or with the one that is given.
+
+        With ``test_only`` its train part may be missing.
+        """
+        size = {"length": self.length, "vocab_size": self.vocab_size}
+        return load(self.data, seed=self.seed, vocabulary=vocabulary, test_only=test_only, **size)
 
     def evaluated_at_once(self, data: Data) -> int:
         """Samples in a batch for evaluation."""

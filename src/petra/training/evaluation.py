@@ -68,7 +68,7 @@ def evaluate_run(
 
 def _read_as(config: RunConfig, blueprint: Blueprint, folder: Path) -> Data:
     """The data with the vocabulary and the normalisation of the run."""
-    data = config.load_data()
+    data = config.load_data(test_only=True)
     check_fits(blueprint.model, blueprint.arguments, data.arguments, data.name)
     names = class_names(data)
     if names and blueprint.class_names and names != blueprint.class_names:
@@ -80,7 +80,7 @@ def _read_as(config: RunConfig, blueprint: Blueprint, folder: Path) -> Data:
         return replace(data, mean=tuple(blueprint.mean), std=tuple(blueprint.std))
     vocabulary = read_vocabulary(folder)
     if data.vocabulary != vocabulary:
-        data = config.load_data(vocabulary)
+        data = config.load_data(vocabulary, test_only=True)
     if data.vocabulary != vocabulary:
         kinds = ("characters", "bytes") if vocabulary else ("bytes", "characters")
         raise ValueError(f"the network reads {kinds[0]}, and {config.data} is {kinds[1]}: give it as the run was")

@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100 as their authors publish them: Python pickles or binary records."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,11 @@ _LAYOUTS = (
 )
 
 
-def read_cifar(folder: Path) -> ImageData | None:
-    """The data set in this folder or in the child its archive unpacks to; None when there is none."""
+def read_cifar(folder: Path, test_only: bool = False) -> ImageData | None:
+    """The data set in this folder or in the child its archive unpacks to; None when there is none.
+
+    With ``test_only`` training batches may be missing, and the test batch takes their place.
+    """
     found = [
         (root, layout)
         for root in (folder, *(folder / layout.child for layout in _LAYOUTS))
@@ -73,7 +76,12 @@ def read_cifar(folder: Path) -> ImageData | None:
         raise ValueError(
             f"{folder} holds more than one data set: give one of {', '.join(str(root) for root, _ in found)}"
         )
-    return _read_layout(*found[0]) if found else None
+    if not found:
+        return None
+    root, layout = found[0]
+    if test_only and not any((root / name).is_file() for name in layout.train):
+        layout = replace(layout, train=(layout.test,))
+    return _read_layout(root, layout)
 
 
 def _read_layout(root: Path, layout: _Layout) -> ImageData:

@@ -9,10 +9,11 @@ LABEL_NAMES = ("label", "fine_label", "labels")
 TEXT_NAMES = ("sentence", "text", "review", "content")
 
 
-def find_parquet(folder: Path) -> Path | None:
+def find_parquet(folder: Path, part: str = "train") -> Path | None:
     """Where ``train*.parquet`` lies: here, in data/, or in the only folder below, as on the Hugging Face hub."""
-    below = sorted(child for child in folder.iterdir() if child.is_dir() and any(child.glob("train*.parquet")))
-    if any(folder.glob("train*.parquet")):
+    files = f"{part}*.parquet"
+    below = sorted(child for child in folder.iterdir() if child.is_dir() and any(child.glob(files)))
+    if any(folder.glob(files)):
         return folder
     if len(below) > 1 and folder / "data" not in below:
         names = ", ".join(str(child) for child in below)

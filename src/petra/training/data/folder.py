@@ -12,12 +12,17 @@ _TEST_NAMES = ("test", "val", "valid", "validation")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
-def read_folder(folder: Path) -> ImageData | None:
-    """The data set in train/ and test/ (or val/, valid/, validation/); None without the first."""
+def read_folder(folder: Path, test_only: bool = False) -> ImageData | None:
+    """The data set in train/ and test/ (or val/, valid/, validation/); None without the first.
+
+    With ``test_only`` that may be missing, and the test part takes its place.
+    """
     train = folder / "train"
-    if not train.is_dir():
-        return None
     test = next((folder / name for name in _TEST_NAMES if (folder / name).is_dir()), None)
+    if not train.is_dir():
+        if not test_only or test is None:
+            return None
+        train = test
     if test is None:
         raise ValueError(f"{folder} has train/ but none of {', '.join(_TEST_NAMES)}: add one")
     classes = _classes(train)

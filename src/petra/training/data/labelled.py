@@ -30,18 +30,20 @@ class Labelled:
     class_names: tuple[str, ...] = ()
 
 
-def read_labelled(folder: Path) -> tuple[Labelled, Labelled] | None:
+def read_labelled(folder: Path, test_only: bool = False) -> tuple[Labelled, Labelled] | None:
     """Training and test split of a folder; None when it holds no texts.
 
     They are ``train.tsv`` and ``test.tsv``, or parquet files ``train*`` and ``test*`` (see `find_parquet`). Where the
     test split is missing or has no labels, ``dev``, ``valid``, ``validation`` or ``val`` takes its place.
+    With ``test_only`` the training split may be missing, and what stands for the test split stands for it too.
     """
-    if (folder / "train.tsv").is_file():
-        return _both(folder, "{}.tsv", _read_tsv)
-    if (root := find_parquet(folder)) is not None:
-        schema = read_schema(min(root.glob("train*.parquet")))
-        if _text_columns(schema) and not byte_columns(schema):
-            return _both(root, "{}*.parquet", _read_parquet)
+    for name in ("train", *_TEST_NAMES) if test_only else ("train",):
+        if (folder / f"{name}.tsv").is_file():
+            return _both(folder, "{}.tsv", _read_tsv)
+        if (root := find_parquet(folder, name)) is not None:
+            schema = read_schema(min(root.glob(f"{name}*.parquet")))
+            if _text_columns(schema) and not byte_columns(schema):
+                return _both(root, "{}*.parquet", _read_parquet)
     return None
 
 
@@ -59,13 +61,14 @@ def _both(root: Path, pattern: str, read: Callable[[Path], Labelled]) -> tuple[L
         return Labelled(texts, [label for one in parts for label in one.labels], names)
 
     train = part("train")
-    assert train is not None
     for name in _TEST_NAMES:
         if (test := part(name)) is not None:
+            train = test if train is None else train
             agreed_names(root, (train.class_names, test.class_names))
             return train, test
     names = ", ".join(pattern.format(name) for name in _TEST_NAMES)
-    raise ValueError(f"{root} has {pattern.format('train')} but none of {names} with labels: add one")
+    has = pattern.format("train") if train else "texts"
+    raise ValueError(f"{root} has {has} but none of {names} with labels: add one")
 
 
 def _read_tsv(path: Path) -> Labelled:

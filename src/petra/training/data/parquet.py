@@ -34,17 +34,25 @@ class _Part:
     class_names: tuple[str, ...]
 
 
-def read_parquet(folder: Path) -> ImageData | None:
-    """The data set in train*.parquet and test*.parquet (or val*, if that has no labels); None without the first."""
-    if (root := find_parquet(folder)) is None:
+def read_parquet(folder: Path, test_only: bool = False) -> ImageData | None:
+    """The data set in train*.parquet and test*.parquet (or val*, if that has no labels); None without the first.
+
+    With ``test_only`` that may be missing, and the test part takes its place.
+    """
+    root = find_parquet(folder)
+    if root is None and test_only:
+        root = find_parquet(folder, "test") or find_parquet(folder, "val")
+    if root is None:
         return None
-    train = _read_all(sorted(root.glob("train*.parquet")))
+    training = sorted(root.glob("train*.parquet"))
+    train = _read_all(training) if training else None
     for name in ("test", "val"):
         if paths := sorted(root.glob(f"{name}*.parquet")):
             test = _read_all(paths)
             if not len(test.labels) or (test.labels != UNLABELLED).any():
-                return _assemble(folder, train, test)
-    raise ValueError(f"{root} has train*.parquet but no test*.parquet or validation*.parquet with labels: add one")
+                return _assemble(folder, train or test, test)
+    has = "train*.parquet" if training else "parquet files"
+    raise ValueError(f"{root} has {has} but no test*.parquet or validation*.parquet with labels: add one")
 
 
 def _assemble(folder: Path, train: _Part, test: _Part) -> ImageData:

@@ -88,13 +88,17 @@ class SentenceData:
 
 
 def read_sentences(
-    folder: Path, length: int | None = None, vocab_size: int | None = None, entries: Sequence[str] = ()
+    folder: Path,
+    length: int | None = None,
+    vocab_size: int | None = None,
+    entries: Sequence[str] = (),
+    test_only: bool = False,
 ) -> SentenceData | None:
     """The labelled texts in a folder (see `read_labelled`); None when there are none.
 
     ``entries`` are those of a vocabulary that is there already.
     """
-    found = read_labelled(folder)
+    found = read_labelled(folder, test_only)
     if found is None:
         return None
     train, test = found
@@ -102,7 +106,7 @@ def read_sentences(
     if length < 2:
         raise ValueError(f"--length is {length}: give 2 or more, for the first token stands in front of the text")
     highest = max(max(train.labels), max(test.labels))
-    if highest >= len(train.labels):
+    if highest >= len(train.labels) and train is not test:
         raise ValueError(f"{folder}: label {highest} among {len(train.labels)} sentences: number the classes from 0")
     if entries:
         vocabulary = Vocabulary(entries)

@@ -14,7 +14,7 @@ from petra.training.data.sentences import read_sentences
 from petra.training.data.text import read_text
 
 _SENTENCES = "texts with labels: train.tsv and test.tsv (or dev.tsv), or parquet, with columns sentence and label"
-_IMAGE_FOLDERS: tuple[tuple[Callable[[Path], ImageData | None], str], ...] = (
+_IMAGE_FOLDERS: tuple[tuple[Callable[[Path, bool], ImageData | None], str], ...] = (
     (read_cifar, "CIFAR-10 or CIFAR-100 as published, Python or binary version"),
     (read_parquet, "Hugging Face parquet: train*.parquet and test*.parquet, here or in a folder below"),
     (read_folder, "image files: train/<class>/*.png and test/<class>/*.png (or jpg, bmp, webp, gif, tiff, ppm)"),
@@ -28,11 +28,13 @@ def load(
     length: int | None = None,
     vocab_size: int | None = None,
     vocabulary: Sequence[str] = (),
+    test_only: bool = False,
 ) -> Data:
     """The data set that `spec` names: digits, synthetic[:CxHxW:classes[:samples]], text:FILE, bytes:FILE, a folder.
 
     `seed` matters to synthetic data only. `length` is the number of tokens in a sample of text, `vocab_size` the most
     entries of a vocabulary of words. Text is read with `vocabulary`, if it is given, and not with one of its own.
+    With `test_only`, a folder may lack its train part, and the test part takes its place.
     """
     kind, _, rest = spec.partition(":")
     if kind in ("text", "bytes"):
@@ -47,10 +49,10 @@ def load(
         )
     if not os.path.isdir(folder):
         raise ValueError(f"{spec!r} is a file: give the folder that holds it, or text:{spec} to model it as text")
-    if (sentences := read_sentences(Path(folder), length, vocab_size, vocabulary)) is not None:
+    if (sentences := read_sentences(Path(folder), length, vocab_size, vocabulary, test_only)) is not None:
         return sentences
     for read, _ in _IMAGE_FOLDERS:
-        if (data := read(Path(folder))) is not None:
+        if (data := read(Path(folder), test_only)) is not None:
             _refuse_text_options(spec, length, vocab_size)
             return data
     known = "; ".join([*(line for _, line in _IMAGE_FOLDERS), _SENTENCES])
