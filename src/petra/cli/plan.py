@@ -27,7 +27,8 @@ def add_to(commands: Any) -> None:
         help="find where to cut a network for several processes",
         description="Times every layer on all ranks at once, chooses the cut whose busiest rank has least to do, "
         "predicts tick, speed-up and memory of it, and holds the prediction against a short run on random data. "
-        "Ranks are processes on this machine, on CPU cores.",
+        "Ranks are processes on this machine, on CPU cores. What corrections of staleness (--correct) take is not "
+        "counted.",
         epilog="Example: petra plan --model revnet18 --ranks 4 --batch-size 64 --memory-limit 500",
     )
     add_network_options(parser, batch_size=64)
