@@ -175,6 +175,7 @@ def test_ranks_that_share_a_gpu_give_the_bits_of_one_process(tmp_path):
 
 def test_nccl_with_the_one_rank_that_one_gpu_allows(tmp_path):
     """Groups, gathering, averaging and questions; messages between ranks need a second GPU."""
+    torch.cuda.set_device(0)  # as the command line does, before ranks meet
     dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         transport = ProcessTransport("cuda")
