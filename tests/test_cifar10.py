@@ -76,7 +76,7 @@ def test_the_features_replay_paper_s_recipe():
     for trial in PLANS["replay"]:
         config = configured(trial)
         assert "--recipe" not in trial.arguments()
-        assert config.epochs == (15 if config.method == "dni" else 30)
+        assert config.epochs == (15 if config.method == "dni" else 50 if config.model == "resnet101-cifar" else 30)
         assert (config.batch_size, config.base_lr, config.beta1) == (128, 0.01, 0.9)
         assert (config.decay, config.drops, config.warmup_epochs) == (5e-4, (0.5, 0.75), 0.0)
         assert ("--every" in trial.arguments()) == trial.watched

@@ -26,7 +26,7 @@ import figures
 import jobs
 import results
 from plans import PLANS
-from replay import EPOCHS, replay
+from replay import replay
 from tables import TABLES
 from trials import Trial
 
@@ -46,7 +46,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--mps", action="store_true", help="share the GPU through CUDA's Multi-Process Service")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop all with a checkpoint after so long")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of trainings, like '*-s0'")
-    parser.add_argument("--epochs", type=int, help=f"of the plan replay (default {EPOCHS})")
+    parser.add_argument("--epochs", type=int, help="of the plan replay, for all its networks (default: see its README)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="say what there is to do, and do nothing")
     parser.add_argument("--summarise", action="store_true", help="only make tables and figures")
@@ -60,7 +60,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         parser.error("--epochs is of the plan replay: leave it out, the others have epochs of their own")
     if given.epochs is not None and given.epochs < 1:
         parser.error(f"--epochs is {given.epochs}: give 1 or more")
-    PLANS["replay"] = replay(given.epochs or EPOCHS)  # the names say how many, so that others are not taken for them
+    PLANS["replay"] = replay(given.epochs)  # the names say how many, so that others are not taken for them
     if given.smoke:
         given.device, given.out = "cpu", given.out.with_name(given.out.name + "_smoke")
         given.results = given.out / "results"
@@ -117,8 +117,9 @@ def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, resul
     for plan in given.plans:
         own = PLANS[plan]
         missing = [t.name for t in own if t.name not in known]
-        longest = max(t.options["epochs"] for t in own)
-        counts = [t for t in own if t.options["epochs"] == longest] if given.summarise else own  # not DNI
+        counts = own
+        if given.summarise:  # DNI may have the same epochs whatever those of the others are
+            counts = [t for t in own if t.options["method"] != "dni" or t.options["epochs"] == given.epochs]
         if not any(t.name in known for t in counts):  # what there is may be of other epochs
             print(f"\n{plan}: 0 of {len(counts)} trainings, nothing is written")
             continue
