@@ -72,7 +72,7 @@ def test_the_paper_s_recipe():
 
 
 def test_the_features_replay_paper_s_recipe():
-    assert len(PLANS["replay"]) == 14
+    assert len(PLANS["replay"]) == 17
     for trial in PLANS["replay"]:
         config = configured(trial)
         assert "--recipe" not in trial.arguments()
@@ -129,13 +129,17 @@ def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
         "resnet164-basic-features-replay-K4-e30-watched-s0": replayed([0.9], sigma=sigma),
         "resnet164-basic-dni-K2-e15-s0": replayed([0.2], diverged="the loss is nan"),
         "resnet164-basic-dni-K4-e15-s0": replayed([], diverged="the loss is nan"),
+        "resnet101-cifar-backprop-K1-e50-s0": replayed([0.97]),
+        "resnet101-cifar-backprop-K1-e50-s1": replayed([0.9]),
+        "resnet101-cifar-features-replay-K4-e50-s1": replayed([0.91]),
     }
     table = tables.replay(known)
-    assert "| resnet164-basic | backprop | 1 | 6.00 % | 7.00 % |  | 6.40 % | 2/30 |" in table
-    assert "| resnet164-basic | features-replay | 2 | 5.50 % | 5.50 % | -0.50 | 6.03 % | 2/30 |" in table
-    assert "| resnet164-basic | dni | 2 | 80.00 % | diverged |  | diverges | 1/30, diverged |" in table
-    assert "| resnet164-basic | dni | 4 |  | diverged |  | diverges | 0/30, diverged |" in table
-    assert f"| resnet164-basic | ddg | 2 | {tables.NOT_RUN} |" in table
+    assert "| resnet164-basic | backprop | 1 | 0 | 6.00 % | 7.00 % |  | 6.40 % | 2/30 |" in table
+    assert "| resnet164-basic | features-replay | 2 | 0 | 5.50 % | 5.50 % | -0.50 | 6.03 % | 2/30 |" in table
+    assert "| resnet164-basic | dni | 2 | 0 | 80.00 % | diverged |  | diverges | 1/30, diverged |" in table
+    assert "| resnet164-basic | dni | 4 | 0 |  | diverged |  | diverges | 0/30, diverged |" in table
+    assert f"| resnet164-basic | ddg | 2 | 0 | {tables.NOT_RUN} |" in table
+    assert "| resnet101-cifar | features-replay | 4 | 1 | 9.00 % | 9.00 % | -1.00 |  | 1/30 |" in table
     assert "| resnet164-basic-features-replay-K4-e30-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
 
 

@@ -36,10 +36,10 @@ def draw(plan: str, known: Known, folder: Path) -> list[str]:
 
 
 def _replay(known: Known, folder: Path) -> list[str]:
-    """Figures 3 and 4 of the Features Replay paper, a file a network."""
+    """Figures 3 and 4 of the Features Replay paper, a file a network, of the first seed."""
     names = []
     for model in dict.fromkeys(trial.options["model"] for trial in PLANS["replay"]):
-        own = [t for t in PLANS["replay"] if t.options["model"] == model and t.name in known]
+        own = [t for t in PLANS["replay"] if t.options["model"] == model and t.seed == 0 and t.name in known]
         curves = [_of_modules(trial, known) for trial in own]
         if any(run.records for run in curves):
             names.append(f"replay-{model}.png")

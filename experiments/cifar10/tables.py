@@ -177,17 +177,16 @@ def replay(known: Known) -> str:
     rows = []
     for trial in PLANS["replay"]:
         options = trial.options
-        backprop = next((t for t in PLANS["replay"] if _is_backprop(t, options["model"])), trial)
+        backprop = next((t for t in PLANS["replay"] if _is_backprop(t, options["model"], trial.seed)), trial)
         cells = _errors(trial, backprop, known)
-        rows.append(
-            [options["model"], method_of(trial), str(options["stages"]), *cells[:3], paper_says(trial), cells[3]]
-        )
-    header = ["network", "method", "K", "best test error", "last", "against backprop", "paper, best", "epochs"]
+        what = [options["model"], method_of(trial), str(options["stages"]), str(trial.seed)]
+        rows.append([*what, *cells[:3], paper_says(trial), cells[3]])
+    header = ["network", "method", "K", "seed", "best test error", "last", "against backprop", "paper, best", "epochs"]
     return markdown(header, rows) + "\n\n" + _sigmas([t for t in PLANS["replay"] if t.watched], known)
 
 
-def _is_backprop(trial: Trial, model: str) -> bool:
-    return bool(trial.options["model"] == model and trial.options["method"] == "backprop")
+def _is_backprop(trial: Trial, model: str, seed: int) -> bool:
+    return (trial.options["model"], trial.options["method"], trial.seed) == (model, "backprop", seed)
 
 
 def _errors(trial: Trial, backprop: Trial, known: Known) -> list[str]:
