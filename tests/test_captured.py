@@ -163,6 +163,26 @@ def test_momentum_that_falls_with_the_learning_rate(accumulate):
     assert trainers[1].executor.replayed > 10 * accumulate
 
 
+def test_momentum_that_falls_with_a_learning_rate_that_someone_sets():
+    trainers = pair(corrections=["predict", "inertia:4"], accumulate=2, scheduler=None)
+    for tick, (x, y) in enumerate(data(60)):
+        for stage in (stage for trainer in trainers for stage in trainer.stages):
+            stage.optimizer.param_groups[0]["lr"] = 0.05 if tick < 35 else 0.005
+        step(trainers, x, y)
+        assert_same(*trainers)
+        assert trainers[1].stages[0].corrected.site.fall == (1 if tick < 35 else 0.125)
+    assert trainers[1].executor._recorder.recorded == 4
+
+
+@pytest.mark.parametrize("corrections", [[], ["predict", "inertia:4"]])
+def test_a_group_without_parameters(corrections):
+    def grouped(parameters):
+        groups = ([p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2])
+        return torch.optim.SGD([{"params": group} for group in groups], lr=0.05, momentum=0.9, fused=True)
+
+    assert_same_to_the_end(pair(corrections=corrections, optimizer=grouped))
+
+
 def test_around_replayed_ticks_everything_goes_on():
     """An uneven batch, one that counts less, an evaluation, a checkpoint, a drain, another batch size and rate."""
     trainers = pair(accumulate=2, order="lock-step")

@@ -241,6 +241,54 @@ def test_inertia_remembers_the_highest_learning_rate():
         assert (site.fall, site.memory) == (0.125, 8 * 2**2 / 8)
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_inertia_sees_a_learning_rate_that_someone_sets_between_ticks(k):
+    """At once, so that a checkpoint of just then goes on as the run does."""
+    data = list(batches(24))
+    straight, resumed = (pipeline(corrections=["predict", "inertia:8"], accumulate=k) for _ in range(2))
+    for tick, (x, y) in enumerate(data):
+        if tick == 16:
+            for stage in straight.stages:
+                stage.optimizer.param_groups[0]["lr"] *= 0.1
+            resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+        straight.step(x, y)
+        assert straight.stages[0].corrected.site.fall == (1 if tick < 16 else 0.125)
+        if tick >= 16:
+            resumed.step(x, y)
+    assert same_weights(straight.network, resumed.network)
+
+
+def test_inertia_looks_at_a_group_that_has_parameters():
+    """Others are not in a checkpoint."""
+
+    def grouped(parameters):
+        groups = ([p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2])
+        return torch.optim.SGD([{"params": group} for group in groups], lr=0.05, momentum=0.9)
+
+    def dropping(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 if t < 4 else 0.1)
+
+    options = {"corrections": ["inertia:8"], "optimizer": grouped, "scheduler": dropping}
+    straight, resumed = pipeline(**options), pipeline(**options)
+    for x, y in batches(9):
+        straight.step(x, y)
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    assert [trainer.stages[0].corrected.site.fall for trainer in (straight, resumed)] == [0.125, 0.125]
+
+
+def test_inertia_remembers_the_highest_learning_rate_of_the_same_layers_at_another_cut():
+    def graded(parameters):
+        return torch.optim.SGD(parameters, lr=0.005 if parameters[0].shape[1:2] == (2,) else 0.05, momentum=0.9)
+
+    options = {"corrections": ["inertia:8"], "optimizer": graded}
+    old, new = pipeline(stages=[1, 3, 2], **options), pipeline(stages=[1, 2, 3], **options)
+    for x, y in batches(9):
+        old.step(x, y)
+    old.drain()
+    new.load_drained(old.state_dict())
+    assert [stage.corrected.site.highest for stage in new.stages[:2]] == [0.005, 0.05]
+
+
 def test_memory_of_corrections_is_counted():
     plain, corrected = (pipeline(stages=3, corrections=names) for names in ([], ["discrepancy"]))
     for trainer in (plain, corrected):

@@ -118,7 +118,7 @@ class Corrected:
         change has to be recorded anew.
         """
         site = self.site
-        rate = float(site.optimizer.param_groups[0].get("lr", 0.0))
+        rate = float(site.group().get("lr", 0.0))
         site.highest = max(site.highest, rate)
         site.fall = 2.0 ** round(log2(rate / site.highest)) if rate > 0 else float(site.highest == 0)
         site.memory = max((c.memory(site) for c in self.corrections), default=0.0)

@@ -40,6 +40,11 @@ class Site:
         """The parameters that are trained, each with the settings of its group."""
         return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
 
+    def group(self) -> dict[str, Any]:
+        """The first group with parameters: settings of one without are in no checkpoint."""
+        groups = self.optimizer.param_groups
+        return next((group for group in groups if group["params"]), groups[0])
+
     def momentum(self, group: dict[str, Any]) -> float:
         """That of the updates of a group of SGD."""
         m = float(group["momentum"])

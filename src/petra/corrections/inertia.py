@@ -48,5 +48,5 @@ class Inertia(Correction):
         return self.factor * site.accumulate * site.staleness**2 * site.fall
 
     def rate(self, site: Site) -> float:
-        group = site.optimizer.param_groups[0]
+        group = site.group()
         return (1 - site.momentum(group)) / (1 - float(group["momentum"]))

@@ -16,7 +16,7 @@ def rate_of(group: dict[str, Any], factor: float = 1.0) -> float | Tensor:
     A replayed update reads it from memory in float32, and others have to do the same to the last bit.
     """
     rate: float | Tensor = group["lr"] if factor == 1 else group["lr"] * factor
-    if isinstance(rate, Tensor) or not (group.get("fused") and group["params"][0].is_cuda):
+    if isinstance(rate, Tensor) or not (group.get("fused") and any(p.is_cuda for p in group["params"][:1])):
         return rate
     return float(torch.tensor(rate, dtype=torch.float32))
 

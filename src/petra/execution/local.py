@@ -75,6 +75,8 @@ class LocalExecutor:
         """Read one micro-batch and let every stage do what the order has it do; what reached the loss."""
         for ask in self.readers:
             ask(self.microbatches)
+        for stage in self.stages:
+            stage.see_rate()
         return self._step(inputs, targets, weight)
 
     def _step(self, inputs: Streams, targets: Any, weight: float) -> list[Finished]:
@@ -89,6 +91,8 @@ class LocalExecutor:
     def drain(self) -> list[Finished]:
         """Finish what is in flight and update with what is left; the next tick fills the pipeline anew."""
         finished = []
+        for stage in self.stages:
+            stage.see_rate()
         with self._whole():
             for tick in range(self._tick, self.order.ticks(self._fed)):
                 self._tick = tick

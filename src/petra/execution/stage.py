@@ -260,6 +260,10 @@ class Stage:
         """Set the learning rate of the next update."""
         if self.scheduler is not None:
             self.scheduler.step()
+        self.see_rate()
+
+    def see_rate(self) -> None:
+        """Have corrections look at the learning rate, which someone may have set."""
         if self.corrected is not None:
             self.corrected.see_rate()
 

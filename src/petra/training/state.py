@@ -141,7 +141,10 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
         stage.scheduler.load_state_dict(moved(_scheduler_state(own, stage.optimizer, with_optimizer, names), device))
     if stage.corrected is not None:  # after the optimizer, for they ask for its momentum
         corrections = [state["corrections"] for state in saved if state["corrections"] is not None]
-        highest = max((one.get("highest", 0.0) for one in corrections), default=0.0)
+        # Layers may have rates of their own. The last stage was not corrected.
+        first = {names[p] for p in stage.corrected.site.group()["params"][:1]}
+        theirs = [state["corrections"] for state in saved if first & state["network"].keys() and state["corrections"]]
+        highest = max((one.get("highest", 0.0) for one in theirs or corrections), default=0.0)
         _load_corrections(stage, corrections, {"began": {}, "highest": highest}, names, device)
 
 
