@@ -2,6 +2,7 @@
 
 import json
 import signal
+from itertools import combinations
 
 import pytest
 from test_cli import SMALL
@@ -76,6 +77,17 @@ def test_the_figure(tmp_path, capsys):
     assert (tmp_path / "fidelity.png").read_bytes().startswith(b"\x89PNG")
     assert "no figure" not in capsys.readouterr().out
     assert all(row[name] == pytest.approx(1.0, abs=1e-4) for row in rows(tmp_path) for name in FIGURES)
+
+
+def test_titles_of_the_figure_do_not_run_into_each_other(measured, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k))[1])
+    assert likeness_figure.draw(rows(measured), tmp_path / "fidelity.png", "a title")
+    places = [axis.title.get_window_extent() for axis in drawn[0].axes]
+    assert not any(a.overlaps(b) for a, b in combinations(places, 2))
 
 
 def test_interrupted_and_resumed(measured, tmp_path, monkeypatch, capsys):

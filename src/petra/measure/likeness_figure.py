@@ -53,7 +53,7 @@ def _over_updates(axis: Any, rows: Sequence[Row], stages: Sequence[int], name: s
                 look = {"color": colour, "marker": marker(points)}
                 axis.plot(updates, rolling(values), line, label=stage if line == "-" else None, **look)
     axis.axhline(1.0, color="grey", linewidth=0.5)
-    axis.set(xlabel="update", title=of if other is None else f"{of} (dashed: of the delayed one)")
+    axis.set(xlabel="update", title=of if other is None else f"{of}\n(dashed: of the delayed one)")
 
 
 def _over_stages(axis: Any, rows: Sequence[Row], stages: Sequence[int]) -> None:
