@@ -3,7 +3,7 @@
 import pytest
 from test_cli import SMALL
 
-from petra.cli.main import main
+from petra.cli.main import build_parser, main
 
 
 def said(capsys, *arguments):
@@ -27,6 +27,21 @@ def test_options_that_a_command_does_not_have(capsys):
     error = said(capsys, "fidelity", *SMALL, "--ranks", "2")  # its nearest is --threads, which is something else
     assert error == "petra fidelity: error: unrecognized arguments: --ranks 2 (see petra fidelity --help)\n"
     assert "did you mean" not in said(capsys, "methods", "petra")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["compare", *SMALL], ["fidelity", *SMALL], ["plan", "--model", "revnet18", "--ranks", "2", "--no-run"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_processes_for_what_is_done_in_one(arguments, tmp_path, monkeypatch):
+    """Two would train in the same folder, or take each other's cores while they are timed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = build_parser().parse_args(arguments)
+    with pytest.raises(ValueError, match=r"2 processes were started: .* start it without torchrun"):
+        options.run(options)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_comparison_in_a_file(tmp_path, capsys):

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from petra import methods
-from petra.cli.options import add_run_options, given, refuse_capture, refuse_unused, reporting, set_up_device
+from petra.cli.options import (
+    add_run_options,
+    given,
+    refuse_capture,
+    refuse_processes,
+    refuse_unused,
+    reporting,
+    set_up_device,
+)
 from petra.cli.plot import read
 from petra.execution import Diverged
 from petra.measure.run_figure import check_plots, draw_runs
@@ -52,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
     """Train with each method, then print and write the table, and draw the figure if asked for."""
     if options.plot:
         check_plots()
+    refuse_processes("methods are compared in one process")
     refuse_file(options.out)
     asked = given(options)
     if options.resume and options.recipe is None and "model" not in asked:

@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from petra.cli.options import add_checkpoint_options, add_run_options, refuse_capture, reporting, set_up_device
+from petra.cli.options import (
+    add_checkpoint_options,
+    add_run_options,
+    refuse_capture,
+    refuse_processes,
+    reporting,
+    set_up_device,
+)
 from petra.cli.train import configure
-from petra.execution.job import processes
 from petra.measure import Fidelity, Measurement
 from petra.measure.likeness import summarise, table
 from petra.measure.likeness_figure import draw
@@ -48,8 +54,7 @@ def run(options: argparse.Namespace) -> None:
     if options.every < 1:
         raise ValueError(f"--every is {options.every}: give the number of updates, 1 or more")
     config, folder = configure(options, may_change=("checkpoint_every", "checkpoint_epochs", "data"), kind="fidelity-")
-    if processes() > 1:
-        raise ValueError(f"{processes()} processes were started: gradients are compared in one process")
+    refuse_processes("gradients are compared in one process")
     if not (options.resume or options.overwrite):
         refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
     if options.resume and (folder / SUMMARY).exists() and not (folder / FIDELITY).exists():

@@ -290,6 +290,12 @@ def refuse_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
         )
 
 
+def refuse_processes(what: str) -> None:
+    """Raise ValueError if torchrun has started several processes, each of which would do the whole of it."""
+    if processes() > 1:
+        raise ValueError(f"{processes()} processes were started: {what}, so start it without torchrun")
+
+
 def reporting(options: argparse.Namespace) -> dict[str, Any]:
     """What a `Run` is told that decides nothing about its result."""
     return {"tensorboard": options.tensorboard, "quiet": options.quiet, "capture": options.capture}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from petra.cli.case import Case
-from petra.cli.options import add_model_options, cores, order_option, whole_numbers
+from petra.cli.options import add_model_options, cores, order_option, refuse_processes, whole_numbers
 from petra.cli.trial import basic_method, spawn_ranks
 from petra.measure import Plan, environment
 from petra.methods import METHODS
@@ -78,6 +78,7 @@ def image_shape(text: str) -> tuple[int, int, int]:
 
 def run(options: argparse.Namespace) -> None:
     """Plan on real processes, and print what came out."""
+    refuse_processes("a plan starts its ranks itself")
     case = Case.of(options)
     if options.json is not None:
         refuse_folder("--json", options.json)
