@@ -69,6 +69,7 @@ def test_resuming_a_finished_run_only_draws(measured, capsys, monkeypatch):
     assert "means of 9 updates of petra" in lines[-1]
     assert "pip install matplotlib" in lines[-1]
     assert rows(measured) == before
+    assert json.loads((measured / "fidelity.json").read_text())["every"] == 5
 
 
 def test_the_figure(tmp_path, capsys):
@@ -106,7 +107,9 @@ def test_interrupted_and_resumed(measured, tmp_path, monkeypatch, capsys):
     assert "continue with --resume" in capsys.readouterr().err
     with (tmp_path / "fidelity.jsonl").open("a") as file:
         file.write('{"update": 9')  # as a kill leaves it
-    assert fidelity("--every", 5, "--resume", "--out", tmp_path) == 0
+    assert fidelity("--every", 7, "--resume", "--out", tmp_path) == 2
+    assert "is measured every 5 updates, not 7: leave it out" in capsys.readouterr().err
+    assert fidelity("--resume", "--out", tmp_path) == 0  # every 5 as before, not 50
     assert summary(tmp_path)["weights_sha256"] == summary(measured)["weights_sha256"]
     assert rows(tmp_path) == [row for row in rows(measured) if row["update"] != 25]
 

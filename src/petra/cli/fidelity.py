@@ -25,6 +25,9 @@ from petra.training.files import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, SU
 from petra.training.run import Run
 from petra.training.weights import check_weights
 
+EVERY = 50
+"""Updates from one measurement to the next, unless another number is given."""
+
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
@@ -38,7 +41,7 @@ def add_to(commands: Any) -> None:
         epilog="Example: petra fidelity --recipe digits --method petra --stages 6 --every 10 --out runs/fidelity",
     )
     add_run_options(parser, with_method=True)
-    parser.add_argument("--every", type=int, default=50, metavar="N", help="updates between two (default %(default)s)")
+    parser.add_argument("--every", type=int, metavar="N", help=f"updates between two (default {EVERY})")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the run (default runs/fidelity-MODEL-METHOD)"
     )
@@ -51,7 +54,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Train under watch, then print and write means, and draw the figure."""
-    if options.every < 1:
+    if options.every is not None and options.every < 1:
         raise ValueError(f"--every is {options.every}: give the number of updates, 1 or more")
     config, folder = configure(options, may_change=("checkpoint_every", "checkpoint_epochs", "data"), kind="fidelity-")
     refuse_processes("gradients are compared in one process")
@@ -59,6 +62,7 @@ def run(options: argparse.Namespace) -> None:
         refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
     if options.resume and (folder / SUMMARY).exists() and not (folder / FIDELITY).exists():
         raise ValueError(f"the run in {folder} has ended without a measurement: give --overwrite to train it anew")
+    every = _every(options, folder)
     if not options.resume:
         check_weights(config.weights, folder)
     refuse_capture(options)
@@ -69,6 +73,8 @@ def run(options: argparse.Namespace) -> None:
     rows = _kept(folder / FIDELITY, min(executor.state_dict()["shapes"], default=executor.microbatches))
     before = "".join(json.dumps(row) + "\n" for row in rows)
     checkpoint.write_atomically(folder / FIDELITY, lambda file: file.write(before.encode()))
+    if not (folder / FIDELITY_SUMMARY).exists():
+        checkpoint.write_json(folder / FIDELITY_SUMMARY, {"every": every})  # for who resumes it
     with (folder / FIDELITY).open("a") as file:
 
         def report(measurement: Measurement) -> None:
@@ -78,21 +84,35 @@ def run(options: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
             file.flush()
 
-        with Fidelity(executor, options.every, report):
+        with Fidelity(executor, every, report):
             summary = job()
     means = summarise(rows)
     names = ("method", "model", "data", "stages", "order", "staleness", "corrections", "accumulate", "epochs", "seed")
     told = {name: summary[name] for name in names}
-    checkpoint.write_json(folder / FIDELITY_SUMMARY, {**told, "every": options.every, "means": means})
+    checkpoint.write_json(folder / FIDELITY_SUMMARY, {**told, "every": every, "means": means})
     sys.stderr.flush()
     if not rows:
-        print(f"nothing was measured: the run has fewer than {options.every} updates, so give a smaller --every")
+        print(f"nothing was measured: the run has fewer than {every} updates, so give a smaller --every")
         return
     print(table(rows))
     title = f"{config.model}, {config.method}, {len(summary['stages'])} stages"
     drawn = draw(rows, folder / FIDELITY_FIGURE, title)
     how = "" if drawn else "; no figure: pip install matplotlib and give --resume to draw it"
     print(f"means of {means[-1]['measurements']} updates of {config.method}; in {folder}{how}")
+
+
+def _every(options: argparse.Namespace, folder: Path) -> int:
+    """How often to measure: as often as before, if a run is resumed that was measured."""
+    path = folder / FIDELITY_SUMMARY
+    if not (options.resume and path.exists()):
+        return EVERY if options.every is None else int(options.every)
+    try:
+        before = int(json.loads(path.read_text())["every"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it and resume again with --every") from error
+    if options.every not in (None, before):
+        raise ValueError(f"the run in {folder} is measured every {before} updates, not {options.every}: leave it out")
+    return before
 
 
 def _kept(path: Path, end: int) -> list[dict[str, Any]]:
