@@ -71,6 +71,7 @@ class TestErrors:
             ({"stages": 7}, "stages is 7, but the network has only 6 layers"),
             ({"stages": 0}, "stages is 0"),
             ({"stages": [3, 4]}, "add up to the network's 6, not 7"),
+            ({"stages": [2, 0, 4]}, "must be 1 or more and add up to the network's 6$"),
             ({"accumulate": 0}, "accumulate is 0"),
             ({"order": "low"}, "no order named 'low'"),
             ({"method": "backprop", "order": "lock-step"}, "backprop has one order only"),

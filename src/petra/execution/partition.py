@@ -26,9 +26,10 @@ def partition(layers: int, stages: int | Sequence[int]) -> list[range]:
     else:
         sizes = list(stages)
         if not sizes or min(sizes) < 1 or sum(sizes) != layers:
+            wrong = f", not {sum(sizes)}" if sum(sizes) != layers else ""
             raise ValueError(
                 f"stages is {sizes}: the numbers of layers of the stages must be 1 or more "
-                f"and add up to the network's {layers}, not {sum(sizes)}"
+                f"and add up to the network's {layers}{wrong}"
             )
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     return [range(cuts[i], cuts[i + 1]) for i in range(len(sizes))]
