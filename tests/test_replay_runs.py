@@ -1,5 +1,6 @@
 """What Features Replay, DDG and DNI hold, what they refuse, and how they are asked for."""
 
+import copy
 import json
 from collections import Counter
 
@@ -143,6 +144,20 @@ def test_corrections_know_how_late_gradients_are(method, k):
         trainer.drain()
     assert len(found) == 3 * 13
     assert expected == found
+
+
+def test_a_state_of_before_the_first_step_begins_with_zero_features_at_another_cut():
+    torch.manual_seed(0)
+    network, weights = conv_network(), []
+    begun = make(copy.deepcopy(network), method="features-replay", stages=2, corrections=["predict"]).state_dict()
+    for loaded in (False, True):
+        trainer = make(copy.deepcopy(network), method="features-replay", stages=4, corrections=["predict"])
+        if loaded:
+            trainer.load_drained(begun)
+        for x, y in images(6):
+            trainer.step(x, y)
+        weights.append(trainer.network)
+    assert same_weights(*weights)
 
 
 def test_a_drained_state_goes_to_another_cut_with_its_synthesizers():

@@ -117,8 +117,11 @@ def load_weights(stage: Stage, saved: Mapping[str, Any], names: Names) -> None:
         stage.synthesizer.load_state_dict(moved(saved["synthesizer"], device))
 
 
-def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names) -> None:
-    """Take up copies of states of stages that were cut differently, and drained, so that nothing is in flight."""
+def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names, blank: int) -> None:
+    """Take up copies of states of stages that were cut differently, and drained, so that nothing is in flight.
+
+    ``blank`` updates of the stage come before its first backward.
+    """
     saved = list(saved)
     device = stage.chain.settings.device
     held = {names[p] for p in stage.parameters}
@@ -145,7 +148,7 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names)
         first = {names[p] for p in stage.corrected.site.group()["params"][:1]}
         theirs = [state["corrections"] for state in saved if first & state["network"].keys() and state["corrections"]]
         highest = max((one.get("highest", 0.0) for one in theirs or corrections), default=0.0)
-        _load_corrections(stage, corrections, {"began": {}, "highest": highest}, names, device)
+        _load_corrections(stage, corrections, {"began": {}, "blank": blank, "highest": highest}, names, device)
 
 
 def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:

@@ -324,7 +324,9 @@ class Trainer:
                 states.check_weights(stage, saved, self._names)
         for stage in self.stages:
             states.load_network(self.network, networks[stage.index], network)
-            states.load_drained(stage, saved, self._names)
+            # Zero features come before the first micro-batch of all.
+            blank = 0 if state["executor"]["start"] else self.order.blank_updates(stage.index)
+            states.load_drained(stage, saved, self._names, blank)
         nothing: dict[int, dict[str, Any]] = {
             stage.index: {"ups": {}, "downs": {}, "targets": {}} for stage in self.stages
         }
