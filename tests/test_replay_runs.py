@@ -146,6 +146,26 @@ def test_corrections_know_how_late_gradients_are(method, k):
     assert expected == found
 
 
+@pytest.mark.parametrize("method", ["features-replay", "ddg"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_zero_gradients_are_sparse_where_others_are(method, tied):
+    table, read = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 9, bias=False)
+    read.weight = table.weight if tied else read.weight.requires_grad_(False)
+    network = Network(nn.Sequential(table, read), nn.Linear(9, 4), nn.Flatten(), nn.Linear(8, 4))
+
+    def optimizer(parameters):
+        if parameters[0] is table.weight and not tied:  # tied, it has dense gradients
+            return torch.optim.SparseAdam(parameters, 0.1)
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+    before = table.weight.detach().clone()
+    trainer = Trainer(network, loss=cross_entropy, optimizer=optimizer, method=method, stages=4)
+    for _ in range(6):
+        trainer.step(torch.randint(9, (3, 2)), torch.randint(4, (3,)))
+    trainer.drain()
+    assert not table.weight.equal(before)
+
+
 def test_a_state_of_before_the_first_step_begins_with_zero_features_at_another_cut():
     torch.manual_seed(0)
     network, weights = conv_network(), []

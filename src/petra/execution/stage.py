@@ -230,8 +230,10 @@ class Stage:
         Gradients stay readable until the next backward, as the optimizer leaves them.
         """
         if self.accumulated == 0:  # zero features (Features Replay, Section 3.2) have a gradient of zero
+            sparse = _sparse(self.chain.modules())
             for parameter in self.parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+                zero = _no_rows if parameter in sparse else torch.zeros_like
+                parameter.grad = zero(parameter) if parameter.requires_grad else None
             if self.corrected is not None:
                 self.corrected.skip()
         elif self.accumulated > 1:
@@ -337,6 +339,19 @@ class Stage:
         for parameter, gradient in zip(self.parameters, state["gradients"], strict=True):
             parameter.grad = gradient
         self.accumulated = state["accumulated"]
+
+
+def _sparse(modules: Sequence[nn.Module]) -> set[Tensor]:
+    """Parameters of embeddings alone that have sparse gradients, which is all that some optimizers take."""
+    tables = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    others = {p for m in modules if m not in tables for p in m._parameters.values() if p is not None}
+    return {m.weight for m in tables} - others
+
+
+def _no_rows(table: Tensor) -> Tensor:
+    """A sparse gradient of zero."""
+    indices, rows = table.new_zeros((1, 0), dtype=torch.long), table.new_zeros((0, *table.shape[1:]))
+    return torch.sparse_coo_tensor(indices, rows, table.shape, check_invariants=True)
 
 
 def _savable(kept: Kept) -> list[Streams]:
