@@ -215,6 +215,22 @@ def test_replicas_of_a_synthesizer_stay_the_same():
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("method", [*METHODS, "petra"])
+def test_ranks_can_have_statistics_that_are_means_of_all_batches(method):
+    network = Network(nn.Linear(4, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 4))
+    data = [(torch.randn(3, 4), torch.randint(4, (3,))) for _ in range(4)]
+
+    def work(transport=None):
+        trainer = make(copy.deepcopy(network), method=method, stages=3, transport=transport)
+        for x, y in data:
+            trainer.step(x, y)
+        trainer.drain()
+        return trainer.network[1].state_dict()
+
+    alone, ranks = work(), run_together(work, 3)
+    assert all(value.equal(ranks[1][name]) for name, value in alone.items())
+
+
 class Two(nn.Module):
     """Two streams, of which the loss sees the first only."""
 

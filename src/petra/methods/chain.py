@@ -238,8 +238,11 @@ class Chain:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        random = forked(self.settings.device) if self.draws else nullcontext()
-        with random, autocasting(self.settings.device, self.settings.autocast):
+        device = self.settings.device
+        random = forked(device) if self.draws else nullcontext()
+        # On "meta" there is no count of batches to make a mean of all of them with.
+        norms = self._norms if device.type == "meta" else ()
+        with random, autocasting(device, self.settings.autocast), frozen_statistics(norms):
             yield
             self._notice()
 
