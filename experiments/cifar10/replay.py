@@ -9,7 +9,7 @@ from trials import Trial
 EPOCHS = {"resnet164-basic": 30, "resnet101-cifar": 50, "revnet18": 30}
 """The paper trains 300. What staleness costs in the beginning takes ResNet-101 longer to make up for."""
 EPOCHS_OF_DNI = 15
-"""At most, to save time: it does not learn."""
+"""At most, to save time: it hardly learns."""
 EVERY = 200
 """Updates between two measurements of σ, of which an epoch has 390."""
 PAPER = {
