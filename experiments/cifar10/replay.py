@@ -71,5 +71,6 @@ def replay(epochs: int | None = None) -> list[Trial]:
     length = epochs or EPOCHS["revnet18"]
     plan += [_trial(length, "revnet18", method, 4, watched=True) for method in ("petra", "features-replay")]
     length = epochs or EPOCHS["resnet101-cifar"]  # where one seed does not tell
-    again = (("backprop", 1), ("features-replay", 2), ("features-replay", 4))
-    return plan + [_trial(length, "resnet101-cifar", method, modules, seed=1) for method, modules in again]
+    again = [(1, "backprop", 1), (1, "features-replay", 2), (1, "features-replay", 4)]
+    again += [(2, "backprop", 1), (2, "features-replay", 4)]
+    return plan + [_trial(length, "resnet101-cifar", method, modules, seed=seed) for seed, method, modules in again]
