@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,8 @@ class Job:
     name: str
     command: list[str]
     folder: Path
+    enough: Callable[[Path], bool] | None = None
+    """Whether what is in the folder is all that is wanted: then the job is done, and is ended without a checkpoint."""
 
 
 @dataclass
@@ -48,6 +50,7 @@ class _Running:
     job: Job
     process: subprocess.Popen[bytes]
     log: IO[bytes]
+    has_enough: bool = False
 
 
 def carry_out(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> Outcome:
@@ -76,6 +79,10 @@ def carry_out(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> 
                 print(f"less than {LEAST:.0f} s are left: {len(waiting)} trainings are not begun", flush=True)
                 break
             time.sleep(0.1)
+            for one in running:
+                if one.job.enough is not None and not one.has_enough and one.job.enough(one.job.folder):
+                    one.has_enough = True
+                    one.process.kill()
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
                 _end(one, outcome, asked)
@@ -94,7 +101,7 @@ def _begin(job: Job) -> _Running:
 def _end(one: _Running, outcome: Outcome, asked: bool) -> None:
     one.log.close()
     code, name = one.process.returncode, one.job.name
-    if code == 0:
+    if code == 0 or one.has_enough:
         outcome.done.append(name)
         said = "done"
     elif code == 130 or (asked and code in (-signal.SIGTERM, -signal.SIGKILL)):

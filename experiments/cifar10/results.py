@@ -78,7 +78,7 @@ def of_run(trial: Trial, folder: Path) -> Result | None:
     config.pop("data", None)  # a path of one machine
     if _finished(trial, folder):
         summary = json.loads((folder / "summary.json").read_text())
-        lines = _lines(folder / "metrics.jsonl")
+        lines = read_lines(folder / "metrics.jsonl")
         # The learning rate does not tell: that of an epoch's line is the next update's, and may have dropped since.
         dropped = max(config["drops"]) * config["epochs"] + 1e-9
         late = [r["test_accuracy"] for epoch, r in enumerate(lines, start=1) if epoch > dropped]
@@ -92,8 +92,8 @@ def of_run(trial: Trial, folder: Path) -> Result | None:
         ended = {DIVERGED: said}
     else:
         return None
-    found = {"config": config, **ended, **_epochs(_lines(folder / "metrics.jsonl"))}
-    return found | (_measured(_lines(folder / "fidelity.jsonl")) if trial.watched else {})
+    found = {"config": config, **ended, **_epochs(read_lines(folder / "metrics.jsonl"))}
+    return found | (_measured(read_lines(folder / "fidelity.jsonl")) if trial.watched else {})
 
 
 def _finished(trial: Trial, folder: Path) -> bool:
@@ -103,10 +103,11 @@ def _finished(trial: Trial, folder: Path) -> bool:
 
 def _epochs(records: Sequence[dict[str, Any]]) -> Result:
     """A number an epoch; None where there is none, as for the loss of an epoch that is shorter than the pipeline."""
-    return {kept: [_rounded(r[name], digits) for r in records] for name, (kept, digits) in CURVES.items()}
+    return {kept: [rounded(r[name], digits) for r in records] for name, (kept, digits) in CURVES.items()}
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+def rounded(value: float | None, digits: int) -> float | None:
+    """As it is kept."""
     return None if value is None or not isfinite(value) else round(value, digits)
 
 
@@ -141,7 +142,7 @@ def likeness(result: Result) -> list[dict[str, Any]]:
     return [dict(zip(kept["names"], row, strict=True)) for row in kept["rows"]]
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
     """The records of a file, but for one that is still being written, or was when there was no more room."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -157,5 +158,5 @@ def state(trial: Trial, out: Path, known: dict[str, Result]) -> str:
     if trial.name in known:
         return DIVERGED if diverged(trial, known) else "done"
     if (out / trial.name / "checkpoint").exists():
-        return f"{len(_lines(out / trial.name / 'metrics.jsonl'))} of {trial.options['epochs']} epochs"
+        return f"{len(read_lines(out / trial.name / 'metrics.jsonl'))} of {trial.options['epochs']} epochs"
     return "not begun"

@@ -3,25 +3,30 @@
     python experiments/cifar10/run.py table2 --data path/to/cifar10 --jobs 6 -- --autocast bf16 --channels-last
     python experiments/cifar10/run.py --list                      # plans, their trainings and how far they are
     python experiments/cifar10/run.py table2 --summarise          # table and figure of what is finished
+    python experiments/cifar10/run.py table2 --check 2 --data …   # are results as kept? first epochs, once more
     python experiments/cifar10/run.py --smoke --jobs 2            # all plans, tiny, on digits and the CPU
 
 Each training is a `petra train` (or `petra fidelity`) in a folder of its own under --out, to which all that follows --
 is given. One that is finished or has diverged is not made again, one that was begun goes on from its last checkpoint:
 give the same command until nothing is left. Results go into --results, which is all that has to be kept. The exit code
 is 0 if all trainings have come to an end, 1 if some failed, 2 for bad input and 3 if some are left. Times of --list are
-estimates, not measurements.
+estimates, not measurements. --check trains under --out/check and changes no results; its exit code is 0 if all is as it
+was kept, to four digits. Only trainings without --benchmark can be, on the same kind of GPU with the same PyTorch.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import time
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 import cache
+import check
 import figures
 import jobs
 import results
@@ -31,6 +36,8 @@ from tables import TABLES
 from trials import Trial
 
 HERE = Path(__file__).parent
+CHECKS = "check"
+"""Folder under --out of trainings that are made again to be compared."""
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:
@@ -48,6 +55,12 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of trainings, like '*-s0'")
     parser.add_argument("--epochs", type=int, help="of the plan replay, for all its networks (default: see its README)")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--check",
+        type=int,
+        metavar="EPOCHS",
+        help="train so many epochs of what is in --results once more, and say whether each is as it was kept",
+    )
     parser.add_argument("--list", action="store_true", help="say what there is to do, and do nothing")
     parser.add_argument("--summarise", action="store_true", help="only make tables and figures")
     parser.add_argument("--smoke", action="store_true", help="tiny trainings on digits, in folders of their own")
@@ -75,6 +88,12 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         results.read(given.results)
     except ValueError as error:
         parser.error(f"{given.results / results.FILE} is damaged ({error}): mend it, or give other --results")
+    if given.check is not None and (given.list or given.summarise):
+        parser.error("--check trains: give it without --list and --summarise")
+    if given.check is not None and given.check < 1:
+        parser.error(f"--check is {given.check}: give 1 epoch or more")
+    if given.check is not None and not any(trial.name in results.read(given.results) for trial in selected(given)):
+        parser.error(f"--check finds none of these trainings in {given.results}: there is nothing to compare with")
     if given.jobs < 1:
         parser.error(f"--jobs is {given.jobs}: give 1 or more")
     if not selected(given):
@@ -94,6 +113,13 @@ def job(trial: Trial, given: argparse.Namespace, data: str | None, extra: list[s
     command = [sys.executable, "-m", "petra", *trial.arguments(), "--device", given.device, "--out", str(folder)]
     command += ["--data", data] if data is not None else []
     return jobs.Job(trial.name, [*command, "--resume", "--quiet", *extra], folder)
+
+
+def checked(trial: Trial, given: argparse.Namespace, data: str | None, extra: list[str]) -> jobs.Job:
+    """The same from the start in another folder, until it has as many epochs as are to be compared."""
+    made = job(trial, argparse.Namespace(**{**vars(given), "out": given.out / CHECKS}), data, extra)
+    shutil.rmtree(made.folder, ignore_errors=True)  # of an earlier check
+    return replace(made, enough=lambda folder: check.has_epochs(folder, given.check))
 
 
 def show(given: argparse.Namespace, trials: list[Trial]) -> None:
@@ -134,8 +160,19 @@ def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, resul
     return known
 
 
+def train(given: argparse.Namespace, todo: list[jobs.Job], began: float) -> dict[str, str]:
+    """Carry out as much as there is time for; what failed, and why."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given.jobs)))
+    with jobs.shared_gpu(given.out, given.mps):
+        limit = None if given.limit is None else given.limit - (time.monotonic() - began)
+        failed = jobs.carry_out(todo, given.jobs, limit).failed
+    for name, why in failed.items():
+        print(f"FAILED {name}: {why}", file=sys.stderr)
+    return failed
+
+
 def main() -> int:
-    """Train what is left, and summarise."""
+    """Train what is left, and summarise; or check what was kept."""
     began = time.monotonic()
     given, extra = options()
     trials = selected(given)
@@ -150,15 +187,14 @@ def main() -> int:
         except (ValueError, OSError) as error:
             print(f"run.py: error: {error}", file=sys.stderr)
             return 2
+        if given.check is not None:
+            known = results.read(given.results)
+            trials = [trial for trial in trials if trial.name in known]
+            train(given, [checked(trial, given, data, extra) for trial in trials], began)
+            return 1 if check.report(trials, given.out / CHECKS, known, given.check) else 0
         known = results.collect(trials, given.out, given.results)
-        left = [job(trial, given, data, extra) for trial in trials if trial.name not in known]
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given.jobs)))
-        with jobs.shared_gpu(given.out, given.mps):
-            limit = None if given.limit is None else given.limit - (time.monotonic() - began)
-            failed = jobs.carry_out(left, given.jobs, limit).failed
+        failed = train(given, [job(t, given, data, extra) for t in trials if t.name not in known], began)
     known = summarise(given, trials)
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why}", file=sys.stderr)
     return 1 if failed else 3 if any(trial.name not in known for trial in trials) else 0
 
 

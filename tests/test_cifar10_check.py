@@ -1,0 +1,127 @@
+"""Kept results of CIFAR-10 against the first epochs of the same trainings, made once more."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "cifar10"))
+import check
+import jobs
+import results
+import run
+from plans import PLANS
+
+FIRST, SECOND = PLANS["figure4"][:2]
+CONFIG = {"model": "revnet18", "epochs": 30, "autocast": "bf16", "checkpoint_epochs": 10}
+KEPT = {
+    "config": CONFIG,
+    "train_losses": [None, 1.2346, 1.0],
+    "test_losses": [2.0, 1.5, 1.25],
+    "test_accuracies": [0.1, 0.25, 0.5],
+    "seconds": [1.0, 2.0, 3.0],
+}
+
+
+def made(epochs, **other):
+    """What petra writes of a training that is as kept, but for ``other`` in every epoch."""
+    records = [dict(zip(check.COMPARED, row, strict=True)) for row in ((None, 2.0, 0.1), (1.23456, 1.49999, 0.25))]
+    return "".join(json.dumps({**record, "seconds": 9.9, **other}) + "\n" for record in records[:epochs])
+
+
+def folder_of(folder, text, **config):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "data": "somewhere", "newer": 1, **config}))
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def test_epochs_that_round_to_what_was_kept_are_as_kept(tmp_path):
+    assert check.differences(folder_of(tmp_path / "run", made(2), checkpoint_epochs=1), KEPT, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "said"),
+    [
+        (made(2, test_loss=1.5001), {}, "test loss of epoch 1 is 1.5001, kept was 2.0"),
+        (made(2, train_loss=1.2346), {}, "train loss of epoch 1 is 1.2346, kept was None"),
+        (made(1), {}, "only 1 of 2 epochs were made"),
+        (made(2), {"autocast": None}, "another training: autocast is None, kept was bf16"),
+    ],
+)
+def test_what_differs_is_said(text, config, said, tmp_path):
+    assert check.differences(folder_of(tmp_path / "run", text, **config), KEPT, 2)[0] == said
+
+
+def test_a_training_that_diverged_early_is_compared_as_far_as_it_got(tmp_path):
+    short = {name: value[:1] if isinstance(value, list) else value for name, value in KEPT.items()}
+    assert check.differences(folder_of(tmp_path / "run", made(1)), short, 5) == []
+    assert check.differences(tmp_path / "none", short, 5) == ["it did not begin"]
+
+
+def test_the_committed_results_are_of_the_plans_as_they_are():
+    known = results.read(run.HERE / "results")
+    for plan in PLANS.values():
+        for trial in plan:
+            if trial.name in known:
+                config = known[trial.name]["config"]
+                assert (config["model"], config["epochs"]) == (trial.options["model"], trial.options["epochs"])
+                assert config["seed"] == trial.seed
+
+
+def test_a_job_is_done_when_it_has_enough(tmp_path):
+    code = "import time\nopen('metrics.jsonl', 'w').write('{}\\n')\ntime.sleep(60)"
+    command = [sys.executable, "-S", "-c", f"import os\nos.chdir({str(tmp_path)!r})\n{code}"]
+    began = time.monotonic()
+    one = jobs.Job("one", command, tmp_path, enough=lambda folder: check.has_epochs(folder, 1))
+    assert jobs.carry_out([one], at_once=1) == jobs.Outcome(done=["one"])
+    assert time.monotonic() - began < 30
+
+
+def test_the_runner_checks_what_was_kept_and_changes_no_results(tmp_path, monkeypatch, capsys):
+    kept = tmp_path / "results"
+    kept.mkdir()
+    (kept / results.FILE).write_text(json.dumps({FIRST.name: KEPT, SECOND.name: KEPT}))
+    before = (kept / results.FILE).read_text()
+    out = tmp_path / "out"
+    folder_of(out / run.CHECKS / FIRST.name, made(2, test_loss=9.0))  # of an earlier check, which does not count
+
+    def faked(trial, given, data, extra):
+        folder = given.out / trial.name
+        text = made(2) if trial is FIRST else made(2, test_accuracy=0.3)
+        code = f"import time\nfrom pathlib import Path\nfolder = Path({str(folder)!r})\n"
+        code += f"(folder / 'config.json').write_text({json.dumps(CONFIG)!r})\n"
+        code += f"(folder / 'metrics.jsonl').write_text({text!r})\ntime.sleep(60)"
+        return jobs.Job(trial.name, [sys.executable, "-S", "-c", code], folder)
+
+    monkeypatch.setattr(run, "job", faked)
+    monkeypatch.setattr("cache.decoded", lambda data, out: data)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["--data", str(tmp_path), "--out", str(out), "--results", str(kept), "--jobs", "2", "--check", "2"]
+    monkeypatch.setattr(sys, "argv", ["run.py", "figure4", *arguments])
+    assert run.main() == 1
+    said = capsys.readouterr().out
+    assert "NOT AS KEPT: test accuracy of epoch 1 is 0.3, kept was 0.1; test accuracy of epoch 2" in said
+    assert "1 of 2 trainings are as kept" in said
+    assert (kept / results.FILE).read_text() == before
+    monkeypatch.setattr(sys, "argv", ["run.py", "figure4", *arguments, "--only", FIRST.name])
+    assert run.main() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--check", "0"], "--check is 0: give 1 epoch or more"),
+        (["--check", "2", "--list"], "--check trains: give it without --list"),
+        (["--check", "2"], "there is nothing to compare with"),
+    ],
+)
+def test_a_check_of_nothing_is_refused(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "figure4", "--data", ".", "--results", "none", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
+    assert words in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
