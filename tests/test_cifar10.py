@@ -72,11 +72,11 @@ def test_the_paper_s_recipe():
 
 
 def test_the_features_replay_paper_s_recipe():
-    assert len(PLANS["replay"]) == 19
+    assert len(PLANS["replay"]) == 23
     for trial in PLANS["replay"]:
         config = configured(trial)
         assert "--recipe" not in trial.arguments()
-        assert config.epochs == (15 if config.method == "dni" else 50 if config.model == "resnet101-cifar" else 30)
+        assert config.epochs == (15 if config.method == "dni" else 30 if config.model == "revnet18" else 50)
         assert (config.batch_size, config.base_lr, config.beta1) == (128, 0.01, 0.9)
         assert (config.decay, config.drops, config.warmup_epochs) == (5e-4, (0.5, 0.75), 0.0)
         assert ("--every" in trial.arguments()) == trial.watched
@@ -124,9 +124,9 @@ def replayed(accuracies, **more):
 def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
     sigma = [{"stage": s, "measurements": 9, "sigma": 0.9, "lowest_sigma": 0.5} for s in range(4)]
     known = {
-        "resnet164-basic-backprop-K1-e30-s0": replayed([0.94, 0.93]),
-        "resnet164-basic-features-replay-K2-e30-s0": replayed([0.9, 0.945]),
-        "resnet164-basic-features-replay-K4-e30-watched-s0": replayed([0.9], sigma=sigma),
+        "resnet164-basic-backprop-K1-e50-s0": replayed([0.94, 0.93]),
+        "resnet164-basic-features-replay-K2-e50-s0": replayed([0.9, 0.945]),
+        "resnet164-basic-features-replay-K4-e50-watched-s0": replayed([0.9], sigma=sigma),
         "resnet164-basic-dni-K2-e15-s0": replayed([0.2], diverged="the loss is nan"),
         "resnet164-basic-dni-K4-e15-s0": replayed([], diverged="the loss is nan"),
         "resnet101-cifar-backprop-K1-e50-s0": replayed([0.97]),
@@ -140,7 +140,7 @@ def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
     assert "| resnet164-basic | dni | 4 | 0 |  | diverged |  | diverges | 0/30, diverged |" in table
     assert f"| resnet164-basic | ddg | 2 | 0 | {tables.NOT_RUN} |" in table
     assert "| resnet101-cifar | features-replay | 4 | 1 | 9.00 % | 9.00 % | -1.00 |  | 1/30 |" in table
-    assert "| resnet164-basic-features-replay-K4-e30-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
+    assert "| resnet164-basic-features-replay-K4-e50-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
 
 
 def test_what_diverged_is_in_no_mean_and_not_hidden():
@@ -225,7 +225,7 @@ def test_a_figure_for_each_network_from_what_was_kept(tmp_path):
     curves = {"test_accuracies": [0.1, 0.2], "test_losses": [2.0, 1.0], "train_losses": [None, 1.0], "seconds": [1, 2]}
     likeness = {"names": ["epoch", "stage", "sigma"], "rows": [[1, 0, 0.9], [2, 0, None]]}
     known = {
-        "resnet164-basic-backprop-K1-e30-s0": curves,
+        "resnet164-basic-backprop-K1-e50-s0": curves,
         "revnet18-petra-K4-e30-watched-s0": {**curves, "likeness": likeness, "diverged": "so"},
         "revnet18-backprop-k1-e100-s0": {**curves, "diverged": "so"},
     }
