@@ -72,12 +72,14 @@ def test_the_committed_results_are_of_the_plans_as_they_are():
 
 
 def test_a_job_is_done_when_it_has_enough(tmp_path):
-    code = "import time\nopen('metrics.jsonl', 'w').write('{}\\n')\ntime.sleep(60)"
+    code = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *a: sys.exit(130))\nos.mkdir('checkpoint')\n"
+    code += "open('metrics.jsonl', 'w').write('{}\\n')\ntime.sleep(60)"
     command = [sys.executable, "-S", "-c", f"import os\nos.chdir({str(tmp_path)!r})\n{code}"]
     began = time.monotonic()
     one = jobs.Job("one", command, tmp_path, enough=lambda folder: check.has_epochs(folder, 1))
     assert jobs.carry_out([one], at_once=1) == jobs.Outcome(done=["one"])
     assert time.monotonic() - began < 30
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_the_runner_checks_what_was_kept_and_changes_no_results(tmp_path, monkeypatch, capsys):

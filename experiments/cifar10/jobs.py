@@ -32,7 +32,7 @@ class Job:
     command: list[str]
     folder: Path
     enough: Callable[[Path], bool] | None = None
-    """Whether what is in the folder is all that is wanted: then the job is done, and is ended without a checkpoint."""
+    """Whether what is in the folder is all that is wanted: then the job is ended, and its checkpoint removed."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ def carry_out(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> 
             for one in running:
                 if one.job.enough is not None and not one.has_enough and one.job.enough(one.job.folder):
                     one.has_enough = True
-                    one.process.kill()
+                    one.process.terminate()  # to kill it could harm others that share the GPU with it
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
                 _end(one, outcome, asked)
@@ -100,6 +100,8 @@ def _begin(job: Job) -> _Running:
 
 def _end(one: _Running, outcome: Outcome, asked: bool) -> None:
     one.log.close()
+    if one.has_enough:  # some are of gigabytes, and nobody goes on with this one
+        shutil.rmtree(one.job.folder / "checkpoint", ignore_errors=True)
     code, name = one.process.returncode, one.job.name
     if code == 0 or one.has_enough:
         outcome.done.append(name)
