@@ -93,7 +93,7 @@ def test_the_runner_checks_what_was_kept_and_changes_no_results(tmp_path, monkey
     def faked(trial, given, data, extra):
         folder = given.out / trial.name
         text = made(2) if trial is FIRST else made(2, test_accuracy=0.3)
-        code = f"import time\nfrom pathlib import Path\nfolder = Path({str(folder)!r})\n"
+        code = f"import time\nfrom pathlib import Path\nfolder = Path({str(folder)!r})\ntime.sleep(0.5)\n"
         code += f"(folder / 'config.json').write_text({json.dumps(CONFIG)!r})\n"
         code += f"(folder / 'metrics.jsonl').write_text({text!r})\ntime.sleep(60)"
         return jobs.Job(trial.name, [sys.executable, "-S", "-c", code], folder)
