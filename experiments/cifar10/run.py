@@ -11,7 +11,7 @@ is given. One that is finished or has diverged is not made again, one that was b
 give the same command until nothing is left. Results go into --results, which is all that has to be kept. The exit code
 is 0 if all trainings have come to an end, 1 if some failed, 2 for bad input and 3 if some are left. Times of --list are
 estimates, not measurements. --check trains under --out/check and changes no results; its exit code is 0 if all is as it
-was kept, to four digits. Only trainings without --benchmark can be, on the same kind of GPU with the same PyTorch.
+was kept, to four digits. Trainings with --benchmark need not be, nor those on another GPU or with another PyTorch.
 """
 
 from __future__ import annotations
@@ -165,10 +165,7 @@ def train(given: argparse.Namespace, todo: list[jobs.Job], began: float) -> dict
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given.jobs)))
     with jobs.shared_gpu(given.out, given.mps):
         limit = None if given.limit is None else given.limit - (time.monotonic() - began)
-        failed = jobs.carry_out(todo, given.jobs, limit).failed
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why}", file=sys.stderr)
-    return failed
+        return jobs.carry_out(todo, given.jobs, limit).failed
 
 
 def main() -> int:
@@ -195,6 +192,8 @@ def main() -> int:
         known = results.collect(trials, given.out, given.results)
         failed = train(given, [job(t, given, data, extra) for t in trials if t.name not in known], began)
     known = summarise(given, trials)
+    for name, why in failed.items():
+        print(f"FAILED {name}: {why}", file=sys.stderr)
     return 1 if failed else 3 if any(trial.name not in known for trial in trials) else 0
 
 
