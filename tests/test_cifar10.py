@@ -143,6 +143,13 @@ def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
     assert "| resnet164-basic-features-replay-K4-e50-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
 
 
+def test_trainings_of_other_epochs_are_not_compared():
+    names = ("backprop-K1-e50", "dni-K2-e15", "features-replay-K2-e50")
+    table = tables.replay({f"resnet164-basic-{name}-s0": replayed([0.5]) for name in names})
+    assert "| resnet164-basic | dni | 2 | 0 | 50.00 % | 50.00 % |  | diverges | 1/30 |" in table
+    assert "| resnet164-basic | features-replay | 2 | 0 | 50.00 % | 50.00 % | +0.00 | 6.03 % | 1/30 |" in table
+
+
 def test_what_diverged_is_in_no_mean_and_not_hidden():
     known = {f"revnet18-petra-lock-step-k4-e100-s{s}": result(0.9, loss=0.01) for s in (0, 1)}
     known["revnet18-petra-lock-step-k8-e100-s0"] = result(0.8, loss=0.02)
