@@ -1,30 +1,38 @@
 """Features Replay, DDG and DNI as their papers write them, iteration by iteration; shares no code with the engine.
 
 A module is an ``nn.ModuleList`` of layers, with an optimizer and a scheduler of its own. Each function yields the
-loss after every iteration. Modules count from 0, so the paper's K - k is ``K - 1 - k`` here.
+loss after every iteration. Modules count from 0, so the paper's K - k is ``K - 1 - k`` here. What is random in a layer
+depends on the layer and the iteration alone, so that features are replayed as they were played.
 """
 
 import copy
 import hashlib
 
 import torch
+from reference import seed as seed_generator
 from torch import nn
 
 from petra import ReversibleBlock, ReversibleResidual
 
 
-def cut(network, sizes):
-    layers = iter(network)
-    return [nn.ModuleList(next(layers) for _ in range(size)) for size in sizes]
+def cut(network, sizes, seed):
+    layers, modules = iter(network), []
+    for size in sizes:
+        first = sum(len(module) for module in modules)
+        modules.append(nn.ModuleList(next(layers) for _ in range(size)))
+        modules[-1].keys = [(seed, first + i) for i in range(size)]
+    return modules
 
 
-def run(module, h):
-    """F_G(k): all layers of a module, one after the other."""
-    for layer in module:
+def run(module, h, m):
+    """F_G(k): all layers of a module, one after the other, on features of iteration m."""
+    for layer, key in zip(module, module.keys, strict=True):
+        seed_generator(*key, 0, m)
         if isinstance(layer, ReversibleResidual):
             h = (h[1] + layer.f(h[0]), h[0])
         elif isinstance(layer, ReversibleBlock):
             y = h[0] + layer.f(h[1])
+            seed_generator(*key, 1, m)
             h = (y, h[1] + layer.g(y))
         else:
             h = layer(*h)
@@ -32,11 +40,11 @@ def run(module, h):
     return h
 
 
-def uncounted(module, h):
+def uncounted(module, h, m):
     """The same, without a graph and with running statistics as they were."""
     saved = [b.clone() for b in module.buffers()]
     with torch.no_grad():
-        h = run(module, h)
+        h = run(module, h, m)
         for b, value in zip(module.buffers(), saved, strict=True):
             b.copy_(value)
     return h
@@ -74,7 +82,7 @@ def features_replay(modules, batches, loss, make_optimizer, make_scheduler):
             for k in range(K):
                 history[k][t] = h
                 assert len(history[k]) <= K - k  # the paper's K - k + 1
-                h = uncounted(modules[k], h)  # play
+                h = uncounted(modules[k], h, t)  # play
             value = loss(h[0], batches[t][1])
         sent = [None] * K
         for k in range(K):  # in parallel: nobody reads what another sends here
@@ -84,13 +92,13 @@ def features_replay(modules, batches, loss, make_optimizer, make_scheduler):
             if m < 0:  # zero features, and no error has come down yet
                 h = leaf(torch.zeros_like(x) for x in history[k][0])
                 saved = [b.clone() for b in modules[k].buffers()]
-                out = run(modules[k], h)
+                out = run(modules[k], h, m)
                 for b, was in zip(modules[k].buffers(), saved, strict=True):
                     b.data.copy_(was)  # no batch was seen
                 delta = [torch.zeros_like(y) for y in out]
             else:
                 h = leaf(history[k].pop(m))
-                out = run(modules[k], h)  # replay
+                out = run(modules[k], h, m)  # replay
                 delta = deltas[k]
                 if k == K - 1:
                     top = out[0].detach().requires_grad_()
@@ -115,7 +123,7 @@ def ddg(modules, batches, loss, make_optimizer, make_scheduler):
             for k in range(K):
                 then = copy.deepcopy(modules[k])
                 inputs = leaf(h)
-                outputs = run(then, inputs)
+                outputs = run(then, inputs, t)
                 for b, new in zip(modules[k].buffers(), then.buffers(), strict=True):
                     b.copy_(new)
                 graphs[k, t] = inputs, outputs, list(then.parameters())
@@ -174,11 +182,11 @@ def dni(modules, batches, loss, make_optimizer, make_scheduler, seed, lr=1e-5):
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers]
     makers, teachers = [None] * K, [None] * K
     above = [sum(len(module) for module in modules[: k + 1]) for k in range(K)]
-    for x, target in batches:
+    for t, (x, target) in enumerate(batches):
         h, predictions, sent = (x,), [], []
         for k in range(K):
             h = leaf(h)
-            out = run(modules[k], h)
+            out = run(modules[k], h, t)
             if k == K - 1:
                 value = loss(out[0], target)
                 sent_down, gradients = pull([value], h, list(modules[k].parameters()), None)

@@ -34,18 +34,19 @@ def make(network, loss=cross_entropy, **options):
     return Trainer(network, loss=loss, optimizer=optimizer, scheduler=scheduler, seed=SEED, **options)
 
 
-def conv_network():
-    """Eight layers of one stream, with batch norm where layers are cut and within them."""
+def conv_network(dropout=True):
+    """Eight layers of one stream, with batch norm where layers are cut and within them, and dropout."""
 
     def block(inputs, outputs, stride=1):
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU())
+        convolution = nn.Conv2d(inputs, outputs, 3, stride, 1)
+        return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(), *([nn.Dropout(0.1)] if dropout else []))
 
     head = (nn.Flatten(), nn.Linear(5 * 16, 4))
     return Network(block(2, 4), block(4, 4), block(4, 5, 2), block(5, 5), nn.BatchNorm2d(5), nn.Tanh(), *head)
 
 
 def reversible_network():
-    f = [residual(3, dropout=0.0) for _ in range(4)]
+    f = [residual(3) for _ in range(4)]
     return Network(
         Split(2, 3),
         ReversibleBlock(f[0], f[1]),
@@ -102,7 +103,7 @@ def assert_same_run(method, network, sizes, data, loss=cross_entropy):
 
     write = {"features-replay": replays.features_replay, "ddg": replays.ddg, "dni": replays.dni}[method]
     more = {"seed": SEED} if method == "dni" else {}
-    reference = write(replays.cut(twin, sizes), data, loss, noted, scheduler, **more)
+    reference = write(replays.cut(twin, sizes, SEED), data, loss, noted, scheduler, **more)
     for x, y in data:
         (finished,) = trainer.step(x, y)
         assert torch.equal(finished.loss, next(reference))
@@ -255,26 +256,27 @@ def test_petra_takes_the_order_of_features_replay_and_keeps_no_history():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("k", [1, 2])
-def test_ranks_equal_one_process(method, k):
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_ranks_equal_one_process(method, k, stages):
+    """Ranks are threads here; `test_ranks` has these methods on processes."""
     data = images(9)
 
     def work(transport=None, **options):
         torch.manual_seed(0)
-        trainer = make(conv_network(), method=method, stages=4, accumulate=k, transport=transport, **options)
-        found = []
-        for x, y in data:
-            found += [float(f.loss) for f in trainer.step(x, y)]
+        trainer = make(conv_network(), method=method, stages=stages, accumulate=k, transport=transport, **options)
+        losses = [float(f.loss) for x, y in data for f in trainer.step(x, y)]
         trainer.drain()
         weights = {n: v for n, v in trainer.network.state_dict().items() if not v.is_meta}
-        return weights, found
+        return weights, {stage.index: stage.optimizer.state_dict()["state"] for stage in trainer.stages}, losses
 
-    weights, losses = work()
-    for ranks, placement in ((4, None), (2, [0, 0, 1, 1]), (2, [0, 1, 0, 1]), (3, [1, 0, 0, 2])):
+    weights, momenta, losses = work()
+    placements = ((2, [0, 0, 1, 1]), (2, [0, 1, 0, 1]), (3, [1, 0, 0, 2])) if stages == 4 else ()
+    for ranks, placement in ((stages, None), *placements):
         found = run_together(lambda transport, p=placement: work(transport, placement=p), ranks)
-        merged = {name: value for one, _ in found for name, value in one.items()}
-        assert merged.keys() == weights.keys()
-        assert all(torch.equal(merged[name], weights[name]) for name in weights), (ranks, placement)
-        assert [value for _, one in found for value in one] == losses
+        for part, expected in enumerate((weights, momenta)):
+            merged = {name: value for rank in found for name, value in rank[part].items()}
+            torch.testing.assert_close(merged, expected, rtol=0, atol=0)
+        assert [value for _, _, one in found for value in one] == losses
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -25,7 +25,7 @@ MAP = 3 * 4 * 8 * 8 * 4  # of what the first two layers give
 
 def full(method, sizes, count=9, **options):
     torch.manual_seed(0)
-    trainer = make(conv_network(), method=method, stages=sizes, **options)
+    trainer = make(conv_network(dropout=False), method=method, stages=sizes, **options)
     for x, y in images(count):
         trainer.step(x, y)
     return trainer
