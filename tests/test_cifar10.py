@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,22 @@ def test_the_features_replay_paper_s_recipe():
     for trial in PLANS["replay"]:
         config = configured(trial)
         assert "--recipe" not in trial.arguments()
-        assert config.epochs == (15 if config.method == "dni" else 30 if config.model == "revnet18" else 50)
+        assert config.epochs == (30 if config.model == "revnet18" else 50)
         assert (config.batch_size, config.base_lr, config.beta1) == (128, 0.01, 0.9)
         assert (config.decay, config.drops, config.warmup_epochs) == (5e-4, (0.5, 0.75), 0.0)
         assert ("--every" in trial.arguments()) == trial.watched
     assert not {t.name for t in replay(3)} & set(ALL)  # the names say how many epochs
     assert {t.options["epochs"] for t in replay(3)} == {3}
+
+
+def test_a_beginning_is_the_first_epoch_of_a_training_that_is_watched():
+    whole = [configured(t) for t in PLANS["replay"] if t.watched]
+    for trial in PLANS["beginning"]:
+        config = configured(trial)
+        assert (trial.options["every"], config.epochs, config.drops) == (1, 1, (1.0,))
+        assert any(replace(config, epochs=w.epochs, drops=w.drops) == w for w in whole)
+        whole = [w for w in whole if (w.model, w.method) != (config.model, config.method)]
+    assert whole == []
 
 
 @pytest.mark.parametrize("plan", ["replay", "fidelity", "table2"])
@@ -127,8 +138,8 @@ def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
         "resnet164-basic-backprop-K1-e50-s0": replayed([0.94, 0.93]),
         "resnet164-basic-features-replay-K2-e50-s0": replayed([0.9, 0.945]),
         "resnet164-basic-features-replay-K4-e50-watched-s0": replayed([0.9], sigma=sigma),
-        "resnet164-basic-dni-K2-e15-s0": replayed([0.2], diverged="the loss is nan"),
-        "resnet164-basic-dni-K4-e15-s0": replayed([], diverged="the loss is nan"),
+        "resnet164-basic-dni-K2-e50-s0": replayed([0.2], diverged="the loss is nan"),
+        "resnet164-basic-dni-K4-e50-s0": replayed([], diverged="the loss is nan"),
         "resnet101-cifar-backprop-K1-e50-s0": replayed([0.97]),
         "resnet101-cifar-backprop-K1-e50-s1": replayed([0.9]),
         "resnet101-cifar-features-replay-K4-e50-s1": replayed([0.91]),
@@ -143,13 +154,6 @@ def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
     assert "| resnet164-basic-features-replay-K4-e50-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
 
 
-def test_trainings_of_other_epochs_are_not_compared():
-    names = ("backprop-K1-e50", "dni-K2-e15", "features-replay-K2-e50")
-    table = tables.replay({f"resnet164-basic-{name}-s0": replayed([0.5]) for name in names})
-    assert "| resnet164-basic | dni | 2 | 0 | 50.00 % | 50.00 % |  | diverges | 1/30 |" in table
-    assert "| resnet164-basic | features-replay | 2 | 0 | 50.00 % | 50.00 % | +0.00 | 6.03 % | 1/30 |" in table
-
-
 def test_what_diverged_is_in_no_mean_and_not_hidden():
     known = {f"revnet18-petra-lock-step-k4-e100-s{s}": result(0.9, loss=0.01) for s in (0, 1)}
     known["revnet18-petra-lock-step-k8-e100-s0"] = result(0.8, loss=0.02)
@@ -161,7 +165,7 @@ def test_what_diverged_is_in_no_mean_and_not_hidden():
     assert "| 32 | diverged | diverged |  |" in tables.figure4(lost)
 
 
-def run_of(folder, accuracies, rates=None):
+def run_of(folder, accuracies, rates=None, drops=(0.25, 0.5)):
     """A folder as petra leaves it before the end."""
     folder.mkdir(parents=True)
     rates = rates or [0.1] * len(accuracies)
@@ -170,7 +174,7 @@ def run_of(folder, accuracies, rates=None):
         for i, (a, lr) in enumerate(zip(accuracies, rates, strict=True))
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "config.json").write_text('{"data": "somewhere", "epochs": 4, "drops": [0.25, 0.5]}')
+    (folder / "config.json").write_text(json.dumps({"data": "somewhere", "epochs": 4, "drops": drops}))
 
 
 @pytest.mark.parametrize("second", [0.1, 0.01])  # where nothing is in flight, the rate has dropped as epoch 2 ends
@@ -187,6 +191,14 @@ def test_results_are_read_once_and_kept(tmp_path, second):
     nothing = {"test_loss": None, "train_loss": None}
     assert results.records(found)[1] == {"epoch": 2, "test_accuracy": 0.9, **nothing, "seconds": 1.3}
     assert results.collect([trial], tmp_path / "elsewhere", tmp_path / "results")[trial.name] == found
+
+
+def test_a_rate_that_drops_at_the_end_leaves_the_last_epoch(tmp_path):
+    trial = ALL["revnet18-petra-lock-step-k1-e30-s0"]
+    run_of(tmp_path / trial.name, [0.1, 0.9, 0.5, 0.4], drops=[1])
+    (tmp_path / trial.name / "summary.json").write_text(json.dumps(dict.fromkeys(results.KEPT, 1)))
+    found = results.of_run(trial, tmp_path / trial.name)
+    assert (found["best_after_last_drop"], found["mean_after_last_drop"]) == (0.4, 0.4)
 
 
 def measurement(epoch, stage, sigma):
@@ -238,7 +250,7 @@ def test_a_figure_for_each_network_from_what_was_kept(tmp_path):
     }
     assert figures.draw("replay", known, tmp_path) == ["replay-resnet164-basic.png", "replay-revnet18.png"]
     assert figures.draw("table2", known, tmp_path) == ["table2.png"]
-    for plan in ("full", "figure4", "table4", "corrections", "fidelity"):
+    for plan in ("full", "figure4", "table4", "corrections", "fidelity", "beginning"):
         assert figures.draw(plan, known, tmp_path) == []
 
 
@@ -250,18 +262,6 @@ def test_a_table_of_other_epochs_is_not_overwritten_by_an_empty_one(how, tmp_pat
     assert run.main() == 3
     assert (tmp_path / "replay.md").read_text() == "of fifteen epochs"
     assert "nothing is written" in capsys.readouterr().out
-
-
-def test_dni_which_is_the_same_in_all_epochs_makes_no_table_of_other_epochs(tmp_path, monkeypatch):
-    monkeypatch.setitem(PLANS, "replay", PLANS["replay"])  # which the runner changes
-    shared = {"resnet164-basic-dni-K2-e15-s0": replayed([0.1], test_losses=[9], train_losses=[9], seconds=[1])}
-    (tmp_path / results.FILE).write_text(json.dumps(shared))
-    (tmp_path / "replay.md").write_text("of fifteen epochs")
-    for epochs, kept in (("60", True), ("15", False)):
-        folders = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
-        monkeypatch.setattr(sys, "argv", ["run.py", "replay", "--epochs", epochs, "--summarise", *folders])
-        assert run.main() == 3
-        assert ((tmp_path / "replay.md").read_text() == "of fifteen epochs") == kept
 
 
 def test_rows_of_the_table_of_corrections_say_what_they_are():

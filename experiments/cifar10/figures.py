@@ -19,7 +19,7 @@ from petra.measure.run_figure import Curves, draw_runs
 
 def draw(plan: str, known: Known, folder: Path) -> list[str]:
     """Draw what there is of a plan; the names of the files, none if there is nothing, or nothing to draw with."""
-    if find_spec("matplotlib") is None:
+    if find_spec("matplotlib") is None or plan == "beginning":  # a single epoch
         return []
     if plan == "replay":
         return _replay(known, folder)

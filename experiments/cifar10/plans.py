@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from replay import replay
+from replay import beginning, replay
 from trials import Trial
 
 SHORT: dict[str, Any] = {"epochs": 30, "warmup_epochs": 2, "drops": "0.5,0.8", "batch_size": 64}
@@ -148,5 +148,6 @@ PLANS: dict[str, list[Trial]] = {
     "figure4": _figure4(),
     "fidelity": _fidelity(),
     "replay": replay(),
+    "beginning": beginning(),
 }
 """All plans by name."""

@@ -8,8 +8,6 @@ from trials import Trial
 
 EPOCHS = {"resnet164-basic": 50, "resnet101-cifar": 50, "revnet18": 30}
 """The paper trains 300. What staleness costs in the beginning takes deep networks long to make up for."""
-EPOCHS_OF_DNI = 15
-"""At most, to save time: it hardly learns."""
 EVERY = 200
 """Updates between two measurements of σ, of which an epoch has 390."""
 PAPER = {
@@ -45,12 +43,17 @@ def method_of(trial: Trial) -> str:
     return "ddg" if trial.options.get("order") == "locked-forward" else str(trial.options["method"])
 
 
-def _trial(epochs: int, model: str, method: str, modules: int, watched: bool = False, seed: int = 0) -> Trial:
-    options: dict[str, Any] = {"model": model, "method": method, "stages": modules, "epochs": epochs, **PAPER}
+def _options(epochs: int, model: str, method: str, modules: int) -> dict[str, Any]:
+    options = {"model": model, "method": method, "stages": modules, "epochs": epochs, **PAPER}
     if method == "petra":
         options["order"] = "low-staleness"
     if method == "ddg":  # the same weights to the bit, from stashed weights, not graphs: so ticks can be replayed
         options |= {"method": "delayed", "order": "locked-forward"}
+    return options
+
+
+def _trial(epochs: int, model: str, method: str, modules: int, watched: bool = False, seed: int = 0) -> Trial:
+    options = _options(epochs, model, method, modules)
     words = [model, method, f"K{modules}", f"e{epochs}"]
     if watched:
         return Trial("-".join([*words, f"watched-s{seed}"]), {**options, "every": EVERY}, seed, "fidelity", None)
@@ -67,7 +70,7 @@ def replay(epochs: int | None = None) -> list[Trial]:
         plan.append(_trial(length, model, "features-replay", 4, watched=True))
         plan += [_trial(length, model, "ddg", modules) for modules in (2, 4)]
         if model == "resnet164-basic":
-            plan += [_trial(min(length, EPOCHS_OF_DNI), model, "dni", modules) for modules in (2, 4)]
+            plan += [_trial(length, model, "dni", modules) for modules in (2, 4)]
     length = epochs or EPOCHS["revnet18"]
     plan += [_trial(length, "revnet18", method, 4, watched=True) for method in ("petra", "features-replay")]
     for model in ("resnet164-basic", "resnet101-cifar"):  # one seed does not tell
@@ -75,3 +78,19 @@ def replay(epochs: int | None = None) -> list[Trial]:
         for seed in (1, 2):
             plan += [_trial(length, model, *kind, seed=seed) for kind in (("backprop", 1), ("features-replay", 4))]
     return [*plan, _trial(length, "resnet101-cifar", "features-replay", 2, seed=1)]
+
+
+def beginning() -> list[Trial]:
+    """The first epoch of those that are watched, σ measured at every update: nowhere is it lower."""
+    kinds = [("revnet18", "features-replay"), ("revnet18", "petra")]
+    kinds += [(model, "features-replay") for model in ("resnet164-basic", "resnet101-cifar")]
+    return [
+        Trial(
+            f"{model}-{method}-K4-beginning-s0",
+            {**_options(1, model, method, 4), "drops": 1, "every": 1},
+            0,
+            "fidelity",
+            None,
+        )
+        for model, method in kinds
+    ]

@@ -81,7 +81,7 @@ def of_run(trial: Trial, folder: Path) -> Result | None:
         lines = read_lines(folder / "metrics.jsonl")
         # The learning rate does not tell: that of an epoch's line is the next update's, and may have dropped since.
         dropped = max(config["drops"]) * config["epochs"] + 1e-9
-        late = [r["test_accuracy"] for epoch, r in enumerate(lines, start=1) if epoch > dropped]
+        late = [r["test_accuracy"] for epoch, r in enumerate(lines, start=1) if epoch > dropped or epoch == len(lines)]
         ended = {
             **{name: summary[name] for name in KEPT},
             "best_after_last_drop": max(late),

@@ -143,11 +143,8 @@ def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, resul
     for plan in given.plans:
         own = PLANS[plan]
         missing = [t.name for t in own if t.name not in known]
-        counts = own
-        if given.summarise:  # DNI may have the same epochs whatever those of the others are
-            counts = [t for t in own if t.options["method"] != "dni" or t.options["epochs"] == given.epochs]
-        if not any(t.name in known for t in counts):  # what there is may be of other epochs
-            print(f"\n{plan}: 0 of {len(counts)} trainings, nothing is written")
+        if len(missing) == len(own):  # what there is may be of other epochs
+            print(f"\n{plan}: 0 of {len(own)} trainings, nothing is written")
             continue
         table = TABLES[plan](known)
         said = [f"{t.name}: {known[t.name][results.DIVERGED]}" for t in own if results.diverged(t, known)]

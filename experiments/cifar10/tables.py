@@ -177,7 +177,7 @@ def replay(known: Known) -> str:
     rows = []
     for trial in PLANS["replay"]:
         options = trial.options
-        backprop = next((t for t in PLANS["replay"] if _is_backprop_of(trial, t)), trial)
+        backprop = next((t for t in PLANS["replay"] if _is_backprop(t, options["model"], trial.seed)), trial)
         cells = _errors(trial, backprop, known)
         what = [options["model"], method_of(trial), str(options["stages"]), str(trial.seed)]
         rows.append([*what, *cells[:3], paper_says(trial), cells[3]])
@@ -185,10 +185,8 @@ def replay(known: Known) -> str:
     return markdown(header, rows) + "\n\n" + _sigmas([t for t in PLANS["replay"] if t.watched], known)
 
 
-def _is_backprop_of(trial: Trial, other: Trial) -> bool:
-    """Whether ``other`` is what ``trial`` is to be compared with: the same network, seed and number of epochs."""
-    alike = all(other.options[name] == trial.options[name] for name in ("model", "epochs")) and other.seed == trial.seed
-    return alike and other.options["method"] == "backprop"
+def _is_backprop(trial: Trial, model: str, seed: int) -> bool:
+    return (trial.options["model"], trial.options["method"], trial.seed) == (model, "backprop", seed)
 
 
 def _errors(trial: Trial, backprop: Trial, known: Known) -> list[str]:
@@ -223,5 +221,10 @@ def _sigma(row: dict[str, float | None] | None) -> str:
     return f"{row['sigma']:.3f} ({row['lowest_sigma']:.3f})"
 
 
-TABLES = {f.__name__: f for f in (table2, full, figure4, table4, corrections, fidelity, replay)}
+def beginning(known: Known) -> str:
+    """σ at every update of a first epoch."""
+    return _sigmas(PLANS["beginning"], known)
+
+
+TABLES = {f.__name__: f for f in (table2, full, figure4, table4, corrections, fidelity, replay, beginning)}
 """The table of each plan."""
