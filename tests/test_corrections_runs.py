@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import threading
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -385,6 +386,30 @@ def test_nadamw(tmp_path):
     assert config["momentum"] is None
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.2
+
+
+def test_look_ahead_is_as_written():
+    """Docs of staleness, nadamw: NAdam's update, and that of SGD with Nesterov momentum."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(3, 2, dtype=torch.float64), torch.randn(30, 3, 2, dtype=torch.float64)
+    lr, decay, b1, b2 = 0.02, 0.3, 0.99, 0.999
+    found = [nn.Parameter(start.clone()) for _ in range(2)]
+    nadamw = optimizers.nadamw([found[0]], lr=lr, weight_decay=decay)
+    sgd = optimizers.sgd([found[1]], lr=lr, weight_decay=0.0)
+    (momentum,) = (group["momentum"] for group in sgd.param_groups)
+    w, plain, b, m, v = start.clone(), start.clone(), 0.0, 0.0, 0.0
+    mu = [b1 * (1 - 0.96 ** (0.004 * t) / 2) for t in range(1, 32)]
+    for t, g in enumerate(gradients, start=1):
+        for parameter, optimizer in zip(found, (nadamw, sgd), strict=True):
+            parameter.grad = g.clone()
+            optimizer.step()
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        now, next_one = ((1 - mu[t - 1]) / (1 - prod(mu[:t])), mu[t] / (1 - prod(mu[: t + 1])))
+        w = (1 - lr * decay) * w - lr * (now * g + next_one * m) / ((v / (1 - b2**t)).sqrt() + 1e-8)
+        b = momentum * b + g
+        plain = plain - lr * (g + momentum * b)
+        torch.testing.assert_close(found[0].detach(), w, rtol=1e-7, atol=0)  # the product of μ is kept in float32
+        torch.testing.assert_close(found[1].detach(), plain, rtol=1e-12, atol=1e-12)
 
 
 def test_momentum_suits_the_optimizer():

@@ -122,7 +122,8 @@ def _corrections() -> list[Trial]:
     plan += [_corrected("low-staleness", "predict,inertia:4", seed) for seed in (1, 2)]
     for seed in (3, 4, 5):  # without any part in the choice of a correction
         plan += [_short("backprop", seed), _corrected("low-staleness", "predict,inertia:4", seed)]
-    return plan + [_corrected("low-staleness", f"predict,inertia:{f:g}") for f in (8, 16)]
+    plan += [_corrected("low-staleness", f"predict,inertia:{f:g}") for f in (8, 16)]
+    return [*plan, _corrected("low-staleness", "inertia:4")]
 
 
 def _fidelity() -> list[Trial]:
