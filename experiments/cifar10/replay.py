@@ -81,16 +81,13 @@ def replay(epochs: int | None = None) -> list[Trial]:
 
 
 def beginning() -> list[Trial]:
-    """The first epoch of those that are watched, σ measured at every update: nowhere is it lower."""
+    """The first epoch of those that are watched, σ measured at every update: theirs begins with update ``EVERY``."""
     kinds = [("revnet18", "features-replay"), ("revnet18", "petra")]
     kinds += [(model, "features-replay") for model in ("resnet164-basic", "resnet101-cifar")]
+    first = {"drops": 1, "every": 1}  # at the full learning rate
     return [
         Trial(
-            f"{model}-{method}-K4-beginning-s0",
-            {**_options(1, model, method, 4), "drops": 1, "every": 1},
-            0,
-            "fidelity",
-            None,
+            f"{model}-{method}-K4-beginning-s0", _options(1, model, method, 4) | first, command="fidelity", recipe=None
         )
         for model, method in kinds
     ]
