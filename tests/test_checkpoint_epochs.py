@@ -68,3 +68,13 @@ def test_metrics_that_are_lost_leave_no_gap(tmp_path):
 def test_none_at_all_is_refused():
     with pytest.raises(ValueError, match="--checkpoint-epochs is 0: give 1 or more"):
         config(0).validate()
+
+
+def test_a_board_shows_what_a_checkpoint_has_and_nothing_that_came_after_it(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+    for begun, steps in ((0, [5, 7]), (5, [8])):
+        log = MetricsLog(tmp_path / "metrics.jsonl", 0, tmp_path / "board", begun)
+        for step in steps:
+            log.write(step, {"lr": 0.1})
+        log.close()
+    assert [found.step for found in accumulator(str(tmp_path / "board")).Reload().Scalars("lr")] == [5, 8]

@@ -384,3 +384,8 @@ def test_a_loss_with_a_weight_and_a_network_of_one_layer():
         for x, y in batches(3):
             trainer.step(x, y, weight=0.5)
     assert [m.likeness.figures()["norm_ratio"] for m in fidelity.measurements] == pytest.approx([1.0] * 6)
+
+
+def test_the_lowest_sigma_can_be_negative():
+    rows = [{"stage": 0, **dict.fromkeys(FIGURES), "sigma": sigma} for sigma in (0.5, -0.9, 0.1)]
+    assert summarise(rows)[0]["lowest_sigma"] == -0.9

@@ -15,7 +15,7 @@ from torch.autograd.profiler import profile  # torch.profiler's would read throu
 from torch.nn.functional import cross_entropy
 from trainers import make, same_weights
 
-from petra import METHODS, Network
+from petra import METHODS, Network, ReversibleBlock
 from petra.measure import Activations, MemoryProbe, at_rest, nbytes
 from petra.reversible.streams import storage_id
 
@@ -211,3 +211,29 @@ def test_gradients_never_share_memory_with_messages():
     torch.optim.SGD(twin.parameters(), 1.0).step()
     for a, b in zip(network.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_companion_that_is_kept_and_comes_back_is_counted_once():
+    """It is the same memory in the input of a stage and in the message from above."""
+
+    class Lift(nn.Linear):
+        def forward(self, x, mask):
+            return (*super().forward(x).chunk(2, 1), mask)
+
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x) * mask
+
+    class Head(nn.Linear):
+        def forward(self, x, y, mask):
+            return super().forward(x + y)
+
+    blocks = [ReversibleBlock(Masked(8, 8), Masked(8, 8)) for _ in range(2)]
+    trainer = make(Network(Lift(8, 16), *blocks, Head(8, 4)), stages=[2, 2], order="lock-step")
+    for _ in range(4):
+        trainer.step((torch.randn(3, 8), torch.ones(3, 8)), torch.randint(4, (3,)))
+    stage, row = trainer.stages[0], at_rest(trainer.executor)[0]
+    held, messages = stage.held(), trainer.executor.messages(0)
+    assert row.inputs == nbytes(held["inputs"])
+    assert 0 < row.messages < nbytes(messages)
+    assert row.activations == nbytes([*held["inputs"], *messages, *held["graph"]])

@@ -275,3 +275,23 @@ def test_a_norm_shared_by_layers_keeps_its_statistics():
     network = Network(Split(2, 3), ReversibleResidual(f), ReversibleResidual(f), Classify(3, 4))
     trained(network, stages=[3, 1], ticks=4)
     assert int(f[1].num_batches_tracked) == 8
+
+
+def test_evaluation_leaves_every_module_in_its_mode():
+    network = mixed_network()
+    network[1].eval()
+    modes = [m.training for m in network.modules()]
+    make(network, stages=3).evaluate(batches(2))
+    assert [m.training for m in network.modules()] == modes
+
+
+def test_masks_of_a_replica_are_those_of_no_other_seed():
+    masks = {Settings(torch.device("cpu"), seed, replica=replica).masks for seed in range(4) for replica in range(4)}
+    assert len(masks) == 16
+
+
+def test_an_evaluation_that_fails_leaves_every_module_in_its_mode():
+    network = mixed_network()
+    with pytest.raises(LayerError, match="layer 0"):
+        make(network, stages=3).predict(torch.randn(3, 5, 4, 4))
+    assert all(m.training for m in network.modules())

@@ -104,10 +104,11 @@ def test_ranks_resume_in_flight_and_what_is_wrong_is_noticed(one_process, tmp_pa
     assert ends[2] != one_process[1]["ticks"][-1]
 
 
-def test_two_ranks_in_two_replicas_equal_one_with_all_samples(tmp_path):
-    """Pipeline × data parallel on four processes, in float64 to 1e-10."""
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_in_two_replicas_equal_one_with_all_samples(world, tmp_path):
+    """Pipeline × data parallel, in float64 to 1e-10."""
     options = {"stages": 3, "accumulate": 2, "uneven": True}
     expected = train_replicas(**options)
-    for rank in run_ranks(4, [{"options": options, "replicas": 2}], tmp_path):
+    for rank in run_ranks(world, [{"options": options, "replicas": 2}], tmp_path):
         for name, value in rank[0].items():
             assert torch.allclose(torch.tensor(value, dtype=torch.float64), expected[name], rtol=0, atol=1e-10)

@@ -395,3 +395,17 @@ def test_schedulers_are_put_together_for_other_groups():
             stage.optimizer.step()
             stage.scheduler.step()
             assert stage.scheduler.get_last_lr() == pytest.approx([rate / 2**6 for rate in rates])
+
+
+def test_the_time_of_checkpoints_is_not_that_of_training(tmp_path, monkeypatch):
+    run, now = make(tmp_path / "run", checkpoint_every=1), [0.0]
+
+    def takes(seconds, found):
+        now[0] += seconds
+        return found
+
+    monkeypatch.setattr("petra.training.position.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(run, "_tick", lambda x, y, weight: takes(1.0, []))
+    monkeypatch.setattr(run, "_save", lambda: takes(100.0, None))
+    run._epoch(threading.Event())
+    assert run.position.seconds == len(run.train) < now[0] / 50

@@ -417,3 +417,28 @@ def test_the_learning_rate_of_synthesizers_can_be_chosen():
         for x, y in images(3):
             trainer.step(x, y)
     assert not same_weights(*networks)
+
+
+def test_a_stage_that_was_several_goes_on_with_the_most_updates_of_them():
+    """Zero features have given lower stages more of them."""
+    trainer = full("features-replay", [2, 2, 4])
+    trainer.drain()
+    other = make(conv_network(), method="features-replay", stages=[4, 4])
+    other.load_drained(trainer.state_dict())
+    assert [stage.updates for stage in trainer.stages] == [11, 10, 9]
+    assert [stage.updates for stage in other.stages] == [11, 9]
+
+
+def test_no_zero_features_come_after_a_drained_state():
+    torch.manual_seed(0)
+    straight, loaded = (make(conv_network(), method="features-replay", stages=4, corrections=["predict"]) for _ in "ab")
+    data = images(12)
+    for x, y in data[:6]:
+        straight.step(x, y)
+    straight.drain()
+    loaded.load_drained(copy.deepcopy(straight.state_dict()))
+    for trainer in (straight, loaded):
+        for x, y in data[6:]:
+            trainer.step(x, y)
+        trainer.drain()
+    assert same_weights(straight.network, loaded.network)
