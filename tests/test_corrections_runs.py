@@ -222,14 +222,15 @@ def test_inertia_finds_the_momentum_of_the_moment_at_another_cut():
     assert after.corrected.site.rate == before.corrected.site.rate
 
 
-def test_inertia_remembers_the_highest_learning_rate():
-    """In a checkpoint, and at another cut."""
+@pytest.mark.parametrize("highest", [range(4), (1, 2)], ids=["from the first", "after a warm-up"])
+def test_inertia_remembers_the_highest_learning_rate(highest):
+    """In a checkpoint, and at another cut; a new trainer knows of no other than the first before it has loaded it."""
 
-    def dropping(optimizer):
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 if t < 4 else 0.1)
+    def peaking(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 if t in highest else 0.1)
 
     def made(stages):
-        return pipeline(stages=stages, corrections=["inertia:8"], scheduler=dropping)
+        return pipeline(stages=stages, corrections=["inertia:8"], scheduler=peaking)
 
     old, same, other = made([2, 2, 2]), made([2, 2, 2]), made([2, 1, 3])
     for x, y in batches(9):
@@ -240,6 +241,18 @@ def test_inertia_remembers_the_highest_learning_rate():
     for trainer in (old, same, other):
         site = trainer.stages[0].corrected.site
         assert (site.fall, site.memory) == (0.125, 8 * 2**2 / 8)
+
+
+def test_inertia_sees_a_learning_rate_that_someone_sets_before_draining():
+    straight, resumed = (pipeline(corrections=["inertia:8"]) for _ in range(2))
+    for x, y in batches(9):
+        straight.step(x, y)
+    for stage in straight.stages:
+        stage.optimizer.param_groups[0]["lr"] *= 0.1
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for trainer in (straight, resumed):
+        trainer.drain()
+    assert same_weights(straight.network, resumed.network)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -424,33 +437,3 @@ def test_momentum_suits_the_optimizer():
     assert betas == {"sgd": 0.9, "adamw": 0.9, "nadamw": 0.99}
     config = RunConfig("revnet18", "digits", optimizer="nadamw", momentum=0.5)
     assert config.make_optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["betas"][0] == 0.5
-
-
-def test_inertia_sees_a_learning_rate_that_someone_sets_before_draining():
-    straight, resumed = (pipeline(corrections=["inertia:8"]) for _ in range(2))
-    for x, y in batches(9):
-        straight.step(x, y)
-    for stage in straight.stages:
-        stage.optimizer.param_groups[0]["lr"] *= 0.1
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    for trainer in (straight, resumed):
-        trainer.drain()
-    assert same_weights(straight.network, resumed.network)
-
-
-def test_inertia_remembers_the_highest_learning_rate_where_it_was_not_the_first():
-    """A new trainer begins with the rate of the warm-up, and knows of no other before it has loaded a state."""
-
-    def peaking(optimizer):
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 if t in (1, 2) else 0.1)
-
-    def made(stages):
-        return pipeline(stages=stages, corrections=["inertia:8"], scheduler=peaking)
-
-    old, same, other = made([2, 2, 2]), made([2, 2, 2]), made([2, 1, 3])
-    for x, y in batches(9):
-        old.step(x, y)
-    same.load_state_dict(copy.deepcopy(old.state_dict()))
-    old.drain()
-    other.load_drained(old.state_dict())
-    assert [trainer.stages[0].corrected.site.fall for trainer in (old, same, other)] == [0.125] * 3
