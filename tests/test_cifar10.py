@@ -225,6 +225,23 @@ def test_a_training_that_diverged_is_a_result(tmp_path):
     assert results.collect([trial], tmp_path / "elsewhere", tmp_path / "results") == known
 
 
+def test_what_was_measured_at_every_update_is_kept_and_drawn(tmp_path):
+    trial = ALL["revnet18-petra-K4-beginning-s0"]
+    run_of(tmp_path / trial.name, [0.3])
+    rows = [measurement(0.5, 1, 0.25) | {"update": 1}, measurement(1.0, 1, -0.12345) | {"update": 2}]
+    rows += [measurement(1.0, 0, None) | {"update": 2}, measurement(0.5, "all", 0.5) | {"update": 1}]
+    (tmp_path / trial.name / "fidelity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / trial.name / "fidelity.json").write_text("{}")
+    (tmp_path / trial.name / "summary.json").write_text(json.dumps(dict.fromkeys(results.KEPT, 1)))
+    found = results.of_run(trial, tmp_path / trial.name)
+    assert found["sigma_by_update"] == {"0": [None, None], "1": [0.25, -0.1235], "all": [0.5, None]}
+    assert "| 0.063 (-0.123; 1 of 2) |  |  | 0.500 (0.500; 0 of 1) |" in tables.beginning({trial.name: found})
+    rarely = replace(trial, options={**trial.options, "every": 2})
+    assert results.of_run(rarely, tmp_path / trial.name) == {k: v for k, v in found.items() if k != "sigma_by_update"}
+    pytest.importorskip("matplotlib")
+    assert figures.draw("beginning", {trial.name: found}, tmp_path) == ["beginning.png"]
+
+
 def test_what_petra_says_of_divergence_is_known(tmp_path, capfd):
     (tmp_path / "run").mkdir()
     small = ["--model", "revnet18", "--width", "4", "--depths", "1,1", "--data", "synthetic:3x8x8:4", "--epochs", "1"]

@@ -66,6 +66,25 @@ def test_a_single_epoch_can_be_seen():
     assert [call.kwargs.get("marker") for call in drawn.plot.call_args_list] == ["o", None]
 
 
+@pytest.mark.parametrize(("highest", "scale"), [(30.0, "linear"), (3e5, "log")])
+def test_losses_of_a_run_that_went_astray_leave_those_of_others_to_be_seen(highest, scale, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (drawn.append(figure), path.write_bytes(PNG)))
+    losses = {"well": [2.0, 1.0, 0.5], "astray": [highest, 2.3, None]}
+    runs = [
+        run_figure.Curves(
+            name,
+            [{"epoch": i, "seconds": i, "test_loss": v, "test_accuracy": 0.001 + i} for i, v in enumerate(of_run)],
+        )
+        for name, of_run in losses.items()
+    ]
+    run_figure.draw_runs(runs, tmp_path / "a.png")
+    assert [axis.get_yscale() for axis in drawn[0].axes] == [scale, scale, "linear"]
+
+
 def test_runs_of_the_same_name_are_told_apart(compared, tmp_path, monkeypatch):
     """As those of two comparisons, with momentum and without; and a folder has a name from within."""
     drawn = Mock()

@@ -10,7 +10,7 @@ from typing import Any
 
 from plans import PLANS, TABLE_4
 from replay import method_of
-from results import diverged, likeness, records
+from results import EVERY_SIGMA, diverged, likeness, records
 from tables import Known, groups, values
 from trials import Trial
 
@@ -19,14 +19,14 @@ from petra.measure.run_figure import Curves, draw_runs
 
 def draw(plan: str, known: Known, folder: Path) -> list[str]:
     """Draw what there is of a plan; the names of the files, none if there is nothing, or nothing to draw with."""
-    if find_spec("matplotlib") is None or plan == "beginning":  # a single epoch
+    if find_spec("matplotlib") is None:
         return []
     if plan == "replay":
         return _replay(known, folder)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    wide = plan == "fidelity"
+    wide = plan in ("fidelity", "beginning")
     figure = Figure(figsize=(16, 8) if wide else (8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     if not DRAWN[plan](figure, known):
@@ -178,6 +178,23 @@ def _over_stages(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
         axis.plot([x for x, _ in points], [y for _, y in points], "o-", label=label)
 
 
+def _beginning(figure: Any, known: Known) -> bool:
+    """Figure 3 of the Features Replay paper, update by update; a panel a training."""
+    measured = [(t, sigmas) for t in PLANS["beginning"] if (sigmas := known.get(t.name, {}).get(EVERY_SIGMA))]
+    if not measured:
+        return False
+    axes = figure.subplots(-(-len(measured) // 2), 2, sharey=True, squeeze=False).flat
+    for axis, (trial, sigmas) in zip(axes, measured, strict=False):
+        for stage, values_of_stage in sigmas.items():
+            points = [(u, v) for u, v in enumerate(values_of_stage, start=1) if v is not None]
+            style = {"color": "black", "label": "all"} if stage == "all" else {"label": f"module {stage}"}
+            axis.plot([u for u, _ in points], [v for _, v in points], linewidth=0.8, **style)
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.set(title=trial.group, xlabel="update", ylabel="σ")
+        axis.legend(fontsize="x-small", loc="lower right")
+    return True
+
+
 DRAWN: dict[str, Any] = {
     "table2": _curves("table2"),
     "full": _curves("full"),
@@ -185,5 +202,6 @@ DRAWN: dict[str, Any] = {
     "table4": _table4,
     "corrections": _corrections,
     "fidelity": _fidelity,
+    "beginning": _beginning,
 }
-"""What draws each plan of the PETRA paper; False if there is nothing."""
+"""What draws each plan that has one figure; False if there is nothing."""

@@ -29,6 +29,8 @@ CURVES = {  # what is kept of every epoch, by petra's name: under which name, an
     "seconds": ("seconds", 1),
 }
 SIGMA = ("stage", "measurements", "sigma", "lowest_sigma")
+EVERY_SIGMA = "sigma_by_update"
+"""Under this name a training that was measured at every update has σ of each, by stage and of all together."""
 
 COMPACT = (",", ":")
 
@@ -93,7 +95,10 @@ def of_run(trial: Trial, folder: Path) -> Result | None:
     else:
         return None
     found = {"config": config, **ended, **_epochs(read_lines(folder / "metrics.jsonl"))}
-    return found | (_measured(read_lines(folder / "fidelity.jsonl")) if trial.watched else {})
+    if trial.watched:
+        measured = read_lines(folder / "fidelity.jsonl")
+        found |= _measured(measured) | ({EVERY_SIGMA: _every_sigma(measured)} if trial.options["every"] == 1 else {})
+    return found
 
 
 def _finished(trial: Trial, folder: Path) -> bool:
@@ -129,6 +134,14 @@ def _measured(rows: list[dict[str, Any]]) -> Result:
         "likeness": {"names": ["epoch", "stage", *FIGURES], "rows": table},  # names in every row would be most of it
         "sigma": [{name: row[name] for name in SIGMA} for row in summarise(rows)],
     }
+
+
+def _every_sigma(rows: Iterable[dict[str, Any]]) -> dict[str, list[float | None]]:
+    by_stage: dict[str, dict[int, float | None]] = {}
+    for row in rows:
+        by_stage.setdefault(str(row["stage"]), {})[row["update"]] = row["sigma"]
+    last = max(update for own in by_stage.values() for update in own) if by_stage else 0
+    return {s: [rounded(own.get(u), 4) for u in range(1, last + 1)] for s, own in sorted(by_stage.items())}
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> list[float | None]:

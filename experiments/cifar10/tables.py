@@ -8,7 +8,7 @@ from typing import Any
 
 from plans import PLANS, TABLE_4
 from replay import method_of, paper_says
-from results import DIVERGED, Result, diverged, likeness
+from results import DIVERGED, EVERY_SIGMA, Result, diverged, likeness
 from trials import Trial
 
 PAPER_TABLE_2 = {  # accuracy in % on CIFAR-10 after 300 epochs: backprop on the ResNet, on the RevNet, PETRA
@@ -26,6 +26,7 @@ PROTOTYPE = {  # accuracy in % of one seed after 30 epochs, by order and correct
     ("lock-step", "predict,spike"): 87.8,
 }
 NOT_RUN = "not run yet"
+BEGINNING = ("0", "1", "2", "3", "all")
 Known = dict[str, Result]
 
 
@@ -222,8 +223,21 @@ def _sigma(row: dict[str, float | None] | None) -> str:
 
 
 def beginning(known: Known) -> str:
-    """σ at every update of a first epoch."""
-    return _sigmas(PLANS["beginning"], known)
+    """σ at every update of a first epoch, of each module and of all together, which is what Assumption 1 is about."""
+    rows = []
+    for trial in PLANS["beginning"]:
+        sigmas = known.get(trial.name, {}).get(EVERY_SIGMA, {})
+        cells = [_lowest(sigmas.get(of)) for of in BEGINNING] if trial.name in known else [NOT_RUN] * len(BEGINNING)
+        rows.append([_named(trial, known), *cells])
+    header = [f"module {of}" if of != "all" else of for of in BEGINNING]
+    return markdown(["σ: mean (lowest; how many not above 0)", *header], rows)
+
+
+def _lowest(sigmas: list[float | None] | None) -> str:
+    found = [sigma for sigma in sigmas or [] if sigma is not None]
+    return (
+        f"{fmean(found):.3f} ({min(found):.3f}; {sum(sigma <= 0 for sigma in found)} of {len(found)})" if found else ""
+    )
 
 
 TABLES = {f.__name__: f for f in (table2, full, figure4, table4, corrections, fidelity, replay, beginning)}

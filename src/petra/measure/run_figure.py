@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from petra.measure.likeness import Row
@@ -13,6 +14,7 @@ from petra.measure.likeness_figure import marker, rolling
 
 Record = Mapping[str, Any]
 """What a run notes after an epoch."""
+LOSSES = ("test_loss", "train_loss")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ def draw_runs(runs: Sequence[Curves], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2 if measured else 1, columns, squeeze=False)
     for axis, over in zip(axes[0], ("epoch", "seconds"), strict=False):
-        _over(axis, runs, over, ("test_loss", "train_loss"), "loss: test, and training (dashed)")
+        _over(axis, runs, over, LOSSES, "loss: test, and training (dashed)")
+        if _astray([r[name] for run in runs for r in run.records for name in LOSSES if r.get(name) is not None]):
+            axis.set_yscale("log")
     _over(axes[0][2], runs, "epoch", ("test_accuracy",), "test accuracy")
     axes[0][0].legend(fontsize="small")
     for axis, run in zip(axes[1] if measured else (), measured, strict=False):
@@ -68,6 +72,11 @@ def _over(axis: Any, runs: Sequence[Curves], over: str, names: Sequence[str], of
             look = {"color": f"C{i}", "marker": marker(points)}
             axis.plot([x for x, _ in points], [y for _, y in points], line, label=label, **look)
     axis.set(xlabel=over, title=of)
+
+
+def _astray(losses: Sequence[float]) -> bool:
+    """Whether one is so high that the others would be a flat line."""
+    return bool(losses) and max(losses) > 100 * median(losses)
 
 
 def _sigma(axis: Any, run: Curves) -> None:
