@@ -354,12 +354,12 @@ def test_resume_of_nothing_says_so(tmp_path, capsys):
 class TestRunsThatAreThere:
     """Errors around a folder with a run in it; the run itself stays as it was."""
 
-    def check(self, finished, capsys, arguments, value, code=2):
+    def check(self, finished, capsys, arguments, *values, code=2):
         before = {p.name: p.read_bytes() for p in finished.iterdir() if p.is_file()}
         assert main(["train", *arguments, "--quiet", "--device", "cpu", "--out", str(finished)]) == code
         error = capsys.readouterr().err
         assert len(error.strip().splitlines()) == 1
-        assert value in error
+        assert all(value in error for value in values), error
         assert {p.name: p.read_bytes() for p in finished.iterdir() if p.is_file()} == before
 
     def test_not_overwritten(self, finished, capsys):
@@ -427,9 +427,10 @@ class TestRunsThatAreThere:
             part = next((broken / "checkpoint").glob(f"*/{name}"))
             whole = part.read_bytes()
             part.write_bytes(whole[:500])
-            self.check(broken, capsys, ["--resume"], f"{name} is not a whole checkpoint")
+            anew = f"or remove {broken / 'checkpoint'} to begin anew"
+            self.check(broken, capsys, ["--resume"], f"{name} is not a whole checkpoint", anew)
             part.unlink()
-            self.check(broken, capsys, ["--resume"], "there is no checkpoint at")
+            self.check(broken, capsys, ["--resume"], f"{name} of the last checkpoint is not in", anew)
             part.write_bytes(whole)
         (broken / "checkpoint" / "latest.json").write_text("{")
         self.check(broken, capsys, ["--resume"], "latest.json is damaged")
@@ -448,7 +449,12 @@ class TestRunsThatAreThere:
             assert weights.read_bytes() == content
 
     def test_data_may_have_moved_but_not_changed(self, finished, capsys):
-        self.check(finished, capsys, ["--resume", "--data", "synthetic:1x8x8:10"], "has changed since the run began")
+        self.check(
+            finished,
+            capsys,
+            ["--resume", "--data", "synthetic:1x8x8:10"],
+            "is not the data that the run began with, or has changed",
+        )
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
         (tmp_path / "file").touch()

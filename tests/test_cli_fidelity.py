@@ -72,6 +72,13 @@ def test_resuming_a_finished_run_only_draws(measured, capsys, monkeypatch):
     assert json.loads((measured / "fidelity.json").read_text())["every"] == 5
 
 
+def test_a_single_measurement_is_one_update(tmp_path, capsys):
+    few = ["--data", "synthetic:1x8x8:3:64", "--epochs", "1", "--batch-size", "64", "--stages", "2"]
+    small = ["--model", "revnet18", "--width", "4", "--depths", "1,1", "--warmup-epochs", "0", "--device", "cpu"]
+    assert main(["fidelity", *small, *few, "--every", "1", "--quiet", "--out", str(tmp_path / "run")]) == 0
+    assert "means of 1 update of petra; in " in capsys.readouterr().out
+
+
 def test_the_figure(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert fidelity("--every", 10, "--epochs", 1, "--method", "backprop", "--out", tmp_path) == 0

@@ -29,6 +29,13 @@ def test_options_that_a_command_does_not_have(capsys):
     assert "did you mean" not in said(capsys, "methods", "petra")
 
 
+def test_words_that_are_not_among_those_to_choose_from(capsys):
+    words = "petra: error: argument COMMAND: there is no command named 'trian': did you mean 'train'? "
+    assert said(capsys, "trian") == words + "(see petra --help)\n"
+    assert "no command named 'x': choose from train, evaluate, " in said(capsys, "x")
+    assert "--autocast: there is no choice named 'fp8': choose from bf16" in said(capsys, "train", "--autocast", "fp8")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["compare", *SMALL], ["fidelity", *SMALL], ["plan", "--model", "revnet18", "--ranks", "2", "--no-run"]],

@@ -78,14 +78,25 @@ def test_ranks_equal_one_process_bit_for_bit(world, one_process, tmp_path):
     scattered = {"options": {**CASES[0]["options"], "placement": SCATTERED[world]}}
     ranks = run_ranks(world, [*cases, scattered], tmp_path)
     for number, case in enumerate([*cases, scattered]):
-        expected = one_process[0 if case is scattered else CASES.index(case)]
-        results = [rank[number] for rank in ranks]
-        for tick in range(TICKS + 1):
-            merged = {stage: value for result in results for stage, value in result["ticks"][tick].items()}
-            assert merged == expected["ticks"][tick], (case, tick)
-        losses = {m: value for result in results for m, value in result["losses"].items()}
-        assert losses == expected["losses"], case
-        assert all(result["evaluation"] == expected["evaluation"] for result in results), case
+        assert_same([rank[number] for rank in ranks], one_process[0 if case is scattered else CASES.index(case)], case)
+
+
+def assert_same(results, expected, case):
+    for tick in range(TICKS + 1):
+        merged = {stage: value for result in results for stage, value in result["ticks"][tick].items()}
+        assert merged == expected["ticks"][tick], (case, tick)
+    losses = {m: value for result in results for m, value in result["losses"].items()}
+    assert losses == expected["losses"], case
+    assert all(result["evaluation"] == expected["evaluation"] for result in results), case
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_methods_that_replay_with_a_module_a_rank(world, tmp_path):
+    """Four modules on four ranks are among the cases above."""
+    cases = [{"options": {"method": method, "stages": world}} for method in ("features-replay", "ddg", "dni")]
+    ranks = run_ranks(world, cases, tmp_path)
+    for number, case in enumerate(cases):
+        assert_same([rank[number] for rank in ranks], json.loads(json.dumps(run(case))), case)
 
 
 def test_ranks_resume_in_flight_and_what_is_wrong_is_noticed(one_process, tmp_path):

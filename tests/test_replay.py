@@ -149,7 +149,7 @@ def test_one_module_is_backprop(method):
     twin = copy.deepcopy(network)
     for n, name in ((network, method), (twin, "backprop")):
         trainer = make(n, method=name)
-        for x, y in images(6):
+        for x, y in images(40):
             trainer.step(x, y)
         trainer.drain()
     assert same_weights(network, twin)

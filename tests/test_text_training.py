@@ -366,7 +366,7 @@ def test_resume_from_the_command_line_with_other_options(verse, tmp_path, capsys
         assert words in capsys.readouterr().err
     verse.write_text(verse.read_text()[::-1])
     assert train("--resume", "--out", tmp_path / "run") == 2
-    assert "has changed since the run began" in capsys.readouterr().err
+    assert "is not the data that the run began with, or has changed since" in capsys.readouterr().err
 
 
 BAD = {

@@ -99,6 +99,20 @@ def test_weights_that_do_not_fit(earlier, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_that_were_changed_since(earlier, tmp_path):
+    changed = shutil.copytree(earlier, tmp_path / "changed")
+    weights = load_file(changed / "weights.safetensors")
+    weights["head.fc.bias"][0] += 1
+    save_file(weights, changed / "weights.safetensors")
+    with refused("weights.safetensors is not what the run wrote, by the hash in summary.json", "--resume --out"):
+        first_weights(config(weights=str(changed)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    found = first_weights(
+        config(weights=str(changed / "weights.safetensors")), tmp_path / "run"
+    )  # as a file of its own
+    assert same(found, weights)
+
+
 def test_weights_that_are_not_there(earlier, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("not weights, but long enough to be some")
     unfinished = shutil.copytree(earlier, tmp_path / "unfinished")

@@ -20,6 +20,7 @@ from petra.cli.train import configure
 from petra.measure import Fidelity, Measurement
 from petra.measure.likeness import summarise, table
 from petra.measure.likeness_figure import draw
+from petra.names import counted
 from petra.training import checkpoint
 from petra.training.files import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, SUMMARY, refuse_to_overwrite
 from petra.training.run import Run
@@ -97,8 +98,9 @@ def run(options: argparse.Namespace) -> None:
     print(table(rows))
     title = f"{config.model}, {config.method}, {len(summary['stages'])} stages"
     drawn = draw(rows, folder / FIDELITY_FIGURE, title)
+    count = sum(row["stage"] == "all" for row in rows)
     how = "" if drawn else "; no figure: pip install matplotlib and give --resume to draw it"
-    print(f"means of {means[-1]['measurements']} updates of {config.method}; in {folder}{how}")
+    print(f"means of {counted(count, 'update')} of {config.method}; in {folder}{how}")
 
 
 def _every(options: argparse.Namespace, folder: Path) -> int:

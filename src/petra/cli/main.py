@@ -14,6 +14,7 @@ import petra
 from petra.cli import compare, evaluate, fidelity, generate, lists, memory, plan, plot, schedule, train
 from petra.execution import Diverged
 from petra.execution.job import JobFailed, Spoken, first, job_name, met, processes
+from petra.names import unknown
 from petra.training.run import Interrupted
 
 PATIENCE = 10.0
@@ -23,6 +24,11 @@ PATIENCE = 10.0
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            kind = action.metavar.lower() if isinstance(action.metavar, str) else "choice"
+            raise argparse.ArgumentError(action, str(unknown(kind, str(value), map(str, action.choices))))
 
 
 class _Command(_Parser):

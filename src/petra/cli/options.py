@@ -190,7 +190,7 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
         help="let cuDNN time its algorithms and take the fastest: quicker, but weights may differ from run to run",
     )
     where.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard")
-    where.add_argument("--quiet", action="store_true", help="no progress")
+    where.add_argument("--quiet", action="store_true", help="no progress and no notes")
 
 
 def add_device_options(where: Any) -> None:

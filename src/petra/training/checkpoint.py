@@ -67,9 +67,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for broken files
         reason = first_line(error)
-        raise ValueError(
-            f"{path} is not a whole checkpoint ({reason}): remove it to start anew, or put back a copy"
-        ) from error
+        raise ValueError(f"{path} is not a whole checkpoint ({reason}): put back a copy") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is not a checkpoint of this version of Petra: it wants format {FORMAT}")
     return state
@@ -165,7 +163,10 @@ class Checkpoints:
             if self.have_changed():  # by a newer one, which older ones make room for
                 run = self._folder.parent
                 raise ValueError(f"another process is training in {run}: wait for its end to --resume it") from None
-            raise
+            missing = f"{name} of the last checkpoint is not in {self._folder}: put it back"
+            raise ValueError(f"{missing}, or remove {self._folder} to begin anew") from None
+        except ValueError as error:
+            raise ValueError(f"{error}, or remove {self._folder} to begin anew") from error
 
     def _latest(self) -> int | None:
         path = self._folder / LATEST

@@ -340,7 +340,9 @@ class Run:
         self.transport.doing.now("reading a checkpoint")
         saved = self._checkpoints.run()
         if saved.get("data", self._fingerprint) != self._fingerprint:
-            raise ValueError(f"{self.config.data} has changed since the run began: resume it with the data that it had")
+            raise ValueError(
+                f"{self.config.data} is not the data that the run began with, or has changed since: resume it with that"
+            )
         saved["layout"].setdefault("corrections", [])  # of before there were any
         try:
             finished: list[Finished] = []

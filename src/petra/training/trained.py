@@ -13,12 +13,10 @@ from petra import models
 from petra.reversible import FixedPoint, Network
 from petra.training.config import RunConfig
 from petra.training.data import Data, ImageData, SentenceData
-from petra.training.files import CONFIG, NETWORK, SUMMARY, VOCABULARY, WEIGHTS, refuse_unfinished
+from petra.training.files import CONFIG, NETWORK, VOCABULARY, WEIGHTS, refuse_unfinished
 from petra.training.fitting import check_options, network_arguments, usual_arguments
 from petra.training.preparation import check_device
-from petra.training.summary import read_summary
-from petra.training.trainer import weights_hash
-from petra.training.weights import check_names, other_shapes, read_weights
+from petra.training.weights import check_names, other_shapes, read_weights, refuse_changed
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
         found, wanted = list(weights[name].shape), list(network.state_dict()[name].shape)
         raise ValueError(f"{name} has shape {found} in {folder / WEIGHTS}, not {wanted}: are all files of one run?")
     network.load_state_dict(weights)
-    if weights_hash(network.state_dict()) != read_summary(folder / SUMMARY).get("weights_sha256"):
-        raise ValueError(
-            f"{folder / WEIGHTS} is not what the run wrote, by the hash in {SUMMARY}: "
-            f"put back a copy, or have `petra train --resume --out {folder}` write it anew"
-        )
+    refuse_changed(network.state_dict(), folder)
     return network.to(device).eval()
 
 

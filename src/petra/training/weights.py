@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from petra.errors import first_line
-from petra.training.files import VOCABULARY, WEIGHTS, refuse_unfinished
+from petra.training.files import SUMMARY, VOCABULARY, WEIGHTS, refuse_unfinished
+from petra.training.summary import read_summary
+from petra.training.trainer import weights_hash
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
@@ -66,6 +68,8 @@ def take_weights(network: nn.Module, source: str, vocabulary: Sequence[str] = ()
     other, own = other_shapes(network, weights), network.state_dict()
     if len(other) == len(own):
         raise ValueError(f"no tensor of {file} has the shape that it has in this network: give weights of one like it")
+    if Path(source).expanduser().is_dir():
+        refuse_changed({name: weights[name] for name in own}, file.parent)
     with torch.no_grad():
         for name in own.keys() - set(other):
             own[name].copy_(weights[name])
@@ -74,6 +78,15 @@ def take_weights(network: nn.Module, source: str, vocabulary: Sequence[str] = ()
     known = json.loads(before.read_text()) if file.name == WEIGHTS and before.exists() else list(vocabulary)
     renamed = "; its vocabulary is another, so tokens stand for other texts than they did" * (known != list(vocabulary))
     return f"begins with the weights of {file}{kept}{renamed}"
+
+
+def refuse_changed(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise ValueError unless ``weights``, in the order that the network has them, are those that the run wrote."""
+    if weights_hash(weights) != read_summary(folder / SUMMARY).get("weights_sha256"):
+        raise ValueError(
+            f"{folder / WEIGHTS} is not what the run wrote, by the hash in {SUMMARY}: "
+            f"put back a copy, or have `petra train --resume --out {folder}` write it anew"
+        )
 
 
 def check_names(network: nn.Module, weights: Mapping[str, Tensor], file: Path) -> None:
