@@ -171,7 +171,11 @@ def main() -> int:
     given, extra = options()
     trials = selected(given)
     if given.list:
-        show(given, trials)
+        try:
+            show(given, trials)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     failed: dict[str, str] = {}
     if not given.summarise:
