@@ -112,6 +112,13 @@ def test_the_runner_checks_what_was_kept_and_changes_no_results(tmp_path, monkey
     assert run.main() == 0
 
 
+@pytest.mark.parametrize(("timed", "words"), [(False, "0.1\n"), (True, "0.1 (it was made with --benchmark, ")])
+def test_what_cudnn_may_choose_otherwise_is_excused(timed, words, tmp_path, capsys):
+    folder_of(tmp_path / FIRST.name, made(1, test_accuracy=0.3))
+    assert check.report([FIRST], tmp_path, {FIRST.name: {**KEPT, "environment": {"cudnn_benchmark": timed}}}, 1) == 1
+    assert words in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

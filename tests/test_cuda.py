@@ -122,6 +122,7 @@ def test_command_line_and_that_the_same_options_give_the_same_weights(tmp_path):
         assert main([*arguments, "--out", str(tmp_path / name)]) == 0
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         assert "NVIDIA" in summary["environment"]["device"]
+        assert summary["environment"]["cudnn_benchmark"] is False
         hashes.append(summary["weights_sha256"])
     assert hashes[0] == hashes[1]
     assert main(["train", "--resume", "--out", str(tmp_path / "a"), "--quiet"]) == 0

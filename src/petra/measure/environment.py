@@ -10,9 +10,9 @@ import torch
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Versions and hardware."""
+    """Versions and hardware; on a GPU, whether cuDNN chooses algorithms by time, so maybe others the next time."""
     device = torch.device(device)
-    return {
+    found = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -20,3 +20,4 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
+    return found | ({"cudnn_benchmark": torch.backends.cudnn.benchmark} if device.type == "cuda" else {})
