@@ -223,7 +223,7 @@ def _sigma(row: dict[str, float | None] | None) -> str:
 
 
 def beginning(known: Known) -> str:
-    """σ at every update of a first epoch, of each module and of all together, which is what Assumption 1 is about."""
+    """σ at every update of a first epoch that has a gradient, of each module and of all together."""
     rows = []
     for trial in PLANS["beginning"]:
         sigmas = known.get(trial.name, {}).get(EVERY_SIGMA, {})
