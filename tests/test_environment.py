@@ -1,9 +1,13 @@
 """What is said of where a figure was measured."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import petra
 from petra.measure import environment
+from petra.measure.environment import source_hash
 
 
 def test_a_cpu_has_no_algorithms_to_choose_by_time():
@@ -18,3 +22,29 @@ def test_a_gpu_says_whether_algorithms_are_chosen_by_time(chosen_by_time, monkey
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", chosen_by_time)
     found = environment("cuda")
     assert (found["device"], found["cudnn_benchmark"]) == ("a GPU", chosen_by_time)
+
+
+def test_which_code_a_figure_is_of():
+    assert environment()["source"] == source_hash(Path(petra.__file__).parent)
+
+
+def test_the_same_code_has_the_same_hash_and_any_other_code_another(tmp_path):
+    def written(name, **files):
+        for file, text in files.items():
+            path = (tmp_path / name / file.replace("__", "/")).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return source_hash(tmp_path / name)
+
+    first = written("first", a="x = 1\n", b__c="y = 2\n")
+    assert written("same", b__c="y = 2\n", a="x = 1\n") == first
+    (tmp_path / "same" / "a.pyc").write_bytes(b"compiled")
+    assert source_hash(tmp_path / "same") == first
+    others = [
+        written("content", a="x = 2\n", b__c="y = 2\n"),
+        written("name", a="x = 1\n", b__d="y = 2\n"),
+        written("place", a="x = 1\n", c="y = 2\n"),
+        written("more", a="x = 1\n", b__c="y = 2\n", d=""),
+        written("moved", a="x = 1\ny = 2\n", b__c=""),
+    ]
+    assert len({first, *others}) == 6
