@@ -24,7 +24,7 @@ _SOURCE = source_hash(Path(__file__).parents[1])
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Versions and hardware; on a GPU, whether cuDNN chooses algorithms by time, so maybe others the next time."""
+    """Code, versions, hardware; on a GPU, whether cuDNN chooses algorithms by time, so maybe others the next time."""
     device = torch.device(device)
     found = {
         "source": _SOURCE,
