@@ -77,7 +77,7 @@ def replay(epochs: int | None = None) -> list[Trial]:
         length = epochs or EPOCHS[model]
         for seed in (1, 2):
             plan += [_trial(length, model, *kind, seed=seed) for kind in (("backprop", 1), ("features-replay", 4))]
-    return [*plan, _trial(length, "resnet101-cifar", "features-replay", 2, seed=1)]
+    return plan + [_trial(length, "resnet101-cifar", "features-replay", 2, seed=seed) for seed in (1, 2)]
 
 
 def beginning() -> list[Trial]:
