@@ -31,10 +31,15 @@ def test_the_code_on_reversible_networks_works():
 
 def test_the_code_on_trainers_works(tmp_path, monkeypatch, capsys):
     guide = (Path(__file__).parents[1] / "docs" / "trainer.md").read_text()
-    block = re.search(r"```python\n(.*?)```", guide, flags=re.DOTALL)[1]
+    blocks = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "docs/trainer.md", "exec"), {})
-    assert "Evaluation(loss=" in capsys.readouterr().out
+    for block in blocks:
+        torch.manual_seed(0)
+        exec(compile(block, "docs/trainer.md", "exec"), {})
+        printed = capsys.readouterr().out
+        assert "Evaluation(loss=" in printed
+    assert len(blocks) == 2
+    assert float(re.search(r"accuracy=([\d.]+)", printed)[1]) > 0.9  # the network of one's own has learned
 
 
 def test_there_are_two_blocks_and_the_first_is_short():

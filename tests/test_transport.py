@@ -222,6 +222,23 @@ def test_replicas_equal_one_pipeline_with_all_their_samples(method, uneven):
         assert {name for weights in found for name in weights} == set(expected)
 
 
+def test_what_ranks_have_of_a_network_makes_it_up_as_the_guide_says():
+    def work(transport=None):
+        torch.manual_seed(0)
+        trainer = make(mixed_network(), transport=transport, stages=4)
+        finished = [done for x, y in batches(9) for done in trainer.step(x, y)] + trainer.drain()
+        own = {name: value for name, value in trainer.network.state_dict().items() if not value.is_meta}
+        return own, len(finished), trainer.predict(next(iter(batches(1)))[0]) is not None
+
+    (whole, *_), parts = work(), run_together(work, 3)
+    network = mixed_network()
+    for own, _, _ in parts:
+        assert 0 < len(own) < len(whole)
+        network.load_state_dict(own, strict=False)
+    assert all(torch.equal(value, whole[name]) for name, value in network.state_dict().items())
+    assert [told for _, *told in parts] == [[0, False], [0, False], [9, True]]
+
+
 @pytest.mark.parametrize("method", ["petra", "ddg"])  # which keeps graphs while statistics are averaged
 def test_replicas_keep_the_same_weights_and_statistics(method):
     def work(transport):
