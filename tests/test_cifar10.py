@@ -73,7 +73,7 @@ def test_the_paper_s_recipe():
 
 
 def test_the_features_replay_paper_s_recipe():
-    assert len(PLANS["replay"]) == 24
+    assert len(PLANS["replay"]) == 30
     for trial in PLANS["replay"]:
         config = configured(trial)
         assert "--recipe" not in trial.arguments()
