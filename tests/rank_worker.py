@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from petra import Trainer
 from petra.execution import ProcessTransport, partition
+from petra.training.trainer import weights_hash
 
 TICKS = 40
 
@@ -74,7 +75,13 @@ def run(case, transport=None, broken=False):
             assert all(p.is_meta == (stage not in held) for p in trainer.network[layer].parameters())
     losses |= {f.microbatch: float(f.loss) for f in trainer.drain()}
     ticks.append({stage.index: fingerprint(stage) for stage in trainer.stages})
-    return {"ticks": ticks, "losses": losses, "evaluation": [found.loss, found.accuracy, found.samples]}
+    whole = trainer.weights()
+    return {
+        "ticks": ticks,
+        "losses": losses,
+        "evaluation": [found.loss, found.accuracy, found.samples],
+        "weights": None if whole is None else weights_hash(whole),
+    }
 
 
 def main(rank, world, port, cases, folder):

@@ -88,6 +88,7 @@ def assert_same(results, expected, case):
     losses = {m: value for result in results for m, value in result["losses"].items()}
     assert losses == expected["losses"], case
     assert all(result["evaluation"] == expected["evaluation"] for result in results), case
+    assert [result["weights"] for result in results] == [None] * (len(results) - 1) + [expected["weights"]], case
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -11,7 +11,7 @@ from networks import batches, mixed_network, reversible_network
 from rank_worker import fingerprint
 from replicas import train_replicas
 from torch import nn
-from trainers import make, same_weights
+from trainers import make, same_weights, trained
 
 from petra import Network, models
 from petra.execution import run_together
@@ -222,21 +222,79 @@ def test_replicas_equal_one_pipeline_with_all_their_samples(method, uneven):
         assert {name for weights in found for name in weights} == set(expected)
 
 
-def test_what_ranks_have_of_a_network_makes_it_up_as_the_guide_says():
-    def work(transport=None):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_weights_of_all_ranks_come_together_on_the_last(replicas):
+    def work(transport):
+        torch.manual_seed(0)
+        placement = [0, 1, 0, 2] if transport.place.ranks > 1 else None
+        trainer = make(mixed_network(), transport=transport, stages=4, placement=placement)
+        finished = [done for x, y in batches(9) for done in trainer.step(x, y)] + trainer.drain()
+        found = trainer.weights()
+        if found is not None:  # they are copies
+            kept = {name: value.clone() for name, value in found.items()}
+            next(p for p in trainer.network.parameters() if not p.is_meta).data.zero_()
+            assert all(torch.equal(value, kept[name]) for name, value in found.items())
+        return found, len(finished), trainer.predict(next(iter(batches(1)))[0]) is not None
+
+    (whole, *_), *_ = run_together(work, 1, replicas)
+    parts = run_together(work, 3, replicas)
+    assert list(whole) == list(mixed_network().state_dict())
+    assert [told for _, *told in parts] == [[0, False]] * 2 * replicas + [[9, True]] * replicas
+    assert all(found is None for found, *_ in parts[:-replicas])
+    for found, *_ in parts[-replicas:]:
+        network = mixed_network()
+        network.load_state_dict(found)
+        assert all(torch.equal(value, whole[name]) for name, value in network.state_dict().items())
+
+
+def test_what_is_no_tensor_does_not_come_together():
+    class Counting(nn.Linear):
+        def get_extra_state(self):
+            return "seven"
+
+    network = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+
+    def work(transport):
+        make(copy.deepcopy(network), transport=transport, stages=2).weights()
+
+    with pytest.raises(ValueError, match=r"1\._extra_state is no tensor"):
+        run_together(work, 2)
+
+
+def test_states_of_ranks_make_up_the_whole_and_one_alone_is_refused():
+    data = list(batches(12))
+
+    def work(transport=None, parts=()):
         torch.manual_seed(0)
         trainer = make(mixed_network(), transport=transport, stages=4)
-        finished = [done for x, y in batches(9) for done in trainer.step(x, y)] + trainer.drain()
-        own = {name: value for name, value in trainer.network.state_dict().items() if not value.is_meta}
-        return own, len(finished), trainer.predict(next(iter(batches(1)))[0]) is not None
+        if parts:
+            with pytest.raises(ValueError, match="stage 0 is not in this state, which has 2, 3: it is that of one"):
+                trainer.load_state_dict(parts[1])
+            stages = {index: stage for part in parts for index, stage in part["stages"].items()}
+            trainer.load_state_dict({**parts[0], "stages": stages})
+        for x, y in data[7:] if parts else data[:7]:
+            trainer.step(x, y)
+        if transport is not None:
+            return copy.deepcopy(trainer.state_dict())
+        trainer.drain()
+        return trainer.weights()
 
-    (whole, *_), parts = work(), run_together(work, 3)
-    network = mixed_network()
-    for own, _, _ in parts:
-        assert 0 < len(own) < len(whole)
-        network.load_state_dict(own, strict=False)
-    assert all(torch.equal(value, whole[name]) for name, value in network.state_dict().items())
-    assert [told for _, *told in parts] == [[0, False], [0, False], [9, True]]
+    found = work(parts=run_together(work, 2))
+    torch.manual_seed(0)
+    expected = trained(mixed_network(), 12, stages=4).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_a_drained_state_of_one_rank_is_refused():
+    def work(transport):
+        torch.manual_seed(0)
+        trainer = make(mixed_network(), transport=transport, stages=4)
+        trainer.drain()
+        return copy.deepcopy(trainer.state_dict())
+
+    part, _ = run_together(work, 2)
+    with pytest.raises(ValueError, match="stage 2 is not in this state, which has 0, 1: it is that of one rank"):
+        make(mixed_network(), stages=2).load_drained(part)
 
 
 @pytest.mark.parametrize("method", ["petra", "ddg"])  # which keeps graphs while statistics are averaged

@@ -20,7 +20,7 @@ from petra.errors import first_line
 from petra.execution.allocation import keep_freed_memory
 from petra.execution.courier import Courier, at_once
 from petra.execution.envelope import Template, blank_label, check_label, checksum, make_label, payload
-from petra.execution.transport import Arrival, Place, Transport, buckets, flat, spread
+from petra.execution.transport import Arrival, Place, Transport, buckets, copies, flat, spread
 from petra.schedule import Action
 
 
@@ -225,6 +225,23 @@ class ProcessTransport(Transport):
                 work.wait()
                 spread(vector.div_(self.place.replicas), bucket)
 
+    def bring(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        rank, last = self.place.rank, self.place.ranks - 1
+        if rank not in (source, last):
+            return []
+        found = copies(tensors) if rank == source else [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
+        if source == last:
+            return found
+        for tensor in found:
+            message = tensor.view(-1).view(torch.uint8)  # gloo does not know all dtypes
+            if rank == source:
+                with self.doing.waiting(last), self._connected(last, "send to"):
+                    dist.send(message, self._process(last), group=self._all)
+            else:
+                with self.doing.waiting(source), self._connected(source, "hear from"):
+                    dist.recv(message, self._process(source), group=self._all)
+        return found if rank == last else []
+
     def any_soon(self, flag: bool) -> bool:
         # Asked in this tick, heard a few ticks later, when everyone has long answered: nobody waits.
         question = torch.tensor([int(flag)])
@@ -247,9 +264,6 @@ class ProcessTransport(Transport):
             whom = "the others" if other is None else f"rank {other}"
             at = f"{self.place}, tick {self.doing.tick}, {self.doing.what}"
             raise LostRank(f"{at}: cannot {verb} {whom} ({reason})") from error
-
-    def _process(self, rank: int) -> int:
-        return rank * self.place.replicas + self.place.replica
 
 
 _there: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()

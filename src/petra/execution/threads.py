@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from petra.execution.envelope import BadMessage, Template, check_label, checksum, make_label, payload
-from petra.execution.transport import Arrival, Place, Transport, flat, spread
+from petra.execution.transport import Arrival, Place, Transport, copies, flat, spread
 from petra.schedule import Action, Deadlock
 
 T = TypeVar("T")
@@ -101,9 +101,15 @@ class ThreadTransport(Transport):
         vectors = self._together.exchange(self._index, replicas, flat([t.double() for t in tensors]))
         spread(torch.stack(vectors).mean(0), tensors)
 
+    def bring(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        everyone = range(self.place.ranks * self.place.replicas)
+        mine = copies(tensors) if self.place.rank == source else []
+        found: list[Tensor] = self._together.exchange(self._index, everyone, mine)[self._process(source)]
+        return found if self.place.rank == self.place.ranks - 1 else []
+
     @property
     def _index(self) -> int:
-        return self.place.rank * self.place.replicas + self.place.replica
+        return self._process(self.place.rank)
 
 
 def _kinds(tensors: Iterable[Tensor | None]) -> list[tuple[tuple[int, ...], torch.dtype]]:

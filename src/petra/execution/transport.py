@@ -100,6 +100,13 @@ class Transport(ABC):
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its mean over the replicas of this rank."""
 
+    @abstractmethod
+    def bring(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of what ``source`` has, in the memory of the host: on the last rank of its replica, none on others.
+
+        All ranks call it with tensors of the same shapes; the values are those of ``source``.
+        """
+
     def any_soon(self, flag: bool) -> bool:
         """Whether some process has said yes lately; all hear it in the same call. Called once a tick by all."""
         return any(self.gather(flag))
@@ -138,6 +145,10 @@ class Transport(ABC):
         ranks, replicas = self.place.ranks, self.place.replicas
         return [Place(rank, ranks, replica, replicas) for rank in range(ranks) for replica in range(replicas)]
 
+    def _process(self, rank: int) -> int:
+        """The number of the process that is a rank of this replica."""
+        return rank * self.place.replicas + self.place.replica
+
 
 class Alone(Transport):
     """The transport of a process that has no others to talk to."""
@@ -156,6 +167,14 @@ class Alone(Transport):
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         pass
+
+    def bring(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return copies(tensors)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in the memory of the host, in the order of their indices."""
+    return [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in tensors]
 
 
 def buckets(tensors: Sequence[Tensor], size: int = 2**23) -> list[list[Tensor]]:

@@ -44,6 +44,16 @@ def check_state(state: Mapping[str, Any]) -> None:
         )
 
 
+def check_stages(state: Mapping[str, Any], wanted: Iterable[int]) -> None:
+    """Raise ValueError unless ``state`` has these stages, of which that of a rank has its own only."""
+    if missing := sorted(set(wanted) - state["stages"].keys()):
+        held = ", ".join(map(str, sorted(state["stages"]))) or "none"
+        raise ValueError(
+            f"stage {missing[0]} is not in this state, which has {held}: it is that of one rank; "
+            'put those of all ranks together, the "stages" of each'
+        )
+
+
 def check_network(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise RuntimeError unless ``saved`` has all weights of ``own``, in their shapes."""
     if missing := set(own) - set(saved):

@@ -269,6 +269,24 @@ class Trainer:
             raise ValueError("there is nothing to evaluate: the batches are empty, or all their targets are negative")
         return Evaluation(total / answers, correct / answers if others == 0 else None, samples)
 
+    def weights(self) -> dict[str, Tensor] | None:
+        """The ``state_dict()`` of the whole network, as copies on the CPU, for a file or a network without a trainer.
+
+        They come out on the last stage's rank; other ranks, which all make this call, get None. Micro-batches that
+        are in flight are not in them yet: `drain` first.
+        """
+        whole = self.network.state_dict()
+        with self.transport.refusing_together():
+            if extra := [name for name, value in whole.items() if not isinstance(value, Tensor)]:
+                raise ValueError(f"{extra[0]} is no tensor: take it from the network itself, on the rank that holds it")
+        self.transport.doing.now("bringing the weights together")
+        found: dict[str, Tensor] = {}
+        for stage, rank in enumerate(self.placement):
+            part = self._network_of(stage)
+            found |= zip(part, self.transport.bring(rank, list(part.values())), strict=False)  # other ranks get none
+        place = self.transport.place
+        return {name: found[name] for name in whole} if place.rank == place.ranks - 1 else None
+
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly.
 
@@ -294,6 +312,7 @@ class Trainer:
                         f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
                         f"use the same {name} to resume it, or load_drained with a state that was taken after drain()"
                     )
+            states.check_stages(state, [stage.index for stage in self.stages])
             networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
             for stage in self.stages:
                 weights = state["stages"][stage.index]["weights"]
@@ -316,6 +335,7 @@ class Trainer:
             states.check_state(state)
             if state["executor"]["fed"]:
                 raise ValueError("micro-batches are in flight in this state: drain the trainer before it is taken")
+            states.check_stages(state, range(len(state["layout"]["stages"])))
             saved = [one["weights"] for one in state["stages"].values()]
             network = {name: value for one in saved for name, value in one["network"].items()}
             networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
