@@ -89,6 +89,14 @@ def test_one_is_not_several(tmp_path, capsys):
     assert "on 1 stage (" in shown.out
 
 
+@pytest.mark.parametrize(("model", "method"), [("resnet18", "petra"), ("resnet18", "delayed"), ("revnet18", "petra")])
+def test_a_method_for_reversible_layers_without_any(tmp_path, capsys, model, method):
+    options = ["--model", model, "--method", method, "--epochs", "1"]
+    assert main(["train", *SMALL, *options, "--out", str(tmp_path / "run")]) == 0
+    word = "no layer of resnet18 is reversible, so petra keeps their inputs and computes them again"
+    assert (word in capsys.readouterr().err) == ((model, method) == ("resnet18", "petra"))
+
+
 def test_what_has_been_trained_already_cannot_be_measured(trained, capsys):
     before = {path.name for path in trained.iterdir()}
     error = said(capsys, "fidelity", "--resume", "--device", "cpu", "--out", trained)

@@ -14,7 +14,6 @@ import torch
 from petra.execution import Alone, CapturedExecutor, Diverged, Finished, Transport, run_together
 from petra.execution.job import job_name
 from petra.measure import MemoryProbe, Timeline
-from petra.names import counted
 from petra.training import checkpoint
 from petra.training.config import RunConfig
 from petra.training.data import Batches, Data, fingerprint
@@ -37,6 +36,7 @@ from petra.training.metrics import MetricsLog, board_writer
 from petra.training.orders import ORDERS
 from petra.training.position import Position, Watch
 from petra.training.progress import Progress
+from petra.training.remarks import remarks
 from petra.training.stopping import stoppable
 from petra.training.summary import read_summary, summarise
 from petra.training.trained import Blueprint
@@ -122,9 +122,8 @@ class Run:
             self.progress.say(f"there is no checkpoint in {folder}: the run begins anew")
         if self._beginning is not None:
             self.progress.say(self._beginning)
-        if 0 < config.epochs <= config.warmup_epochs:
-            warm = f"{counted(config.warmup_epochs, 'epoch')} of warm-up for {config.epochs} of training"
-            self.progress.say(f"{warm}: the learning rate never gets to its full value (--warmup-epochs)")
+        for line in remarks(config, self.trainer):
+            self.progress.say(line)
         self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
 
     def _trainer(
