@@ -11,7 +11,18 @@ from networks import batches, mixed_network
 from torch import nn
 from trainers import make, same_weights, trained
 
-from petra.corrections import CORRECTIONS, Corrected, Correction, Predict, Site, choose, find
+from petra.corrections import (
+    CORRECTIONS,
+    Coast,
+    Corrected,
+    Correction,
+    Predict,
+    Reschedule,
+    Shrink,
+    Site,
+    choose,
+    find,
+)
 from petra.schedule import Kind, Pipelined, Schedule, lock_step, low_staleness
 
 SETS = {
@@ -361,6 +372,47 @@ def test_spike_gets_the_gradient_itself():
     torch.testing.assert_close(found[0].state_dict(), found[1].state_dict())
 
 
+@pytest.mark.parametrize("method", STASHING)
+@pytest.mark.parametrize("change", ["rate", "frozen", "momentum"])
+def test_a_backward_has_the_predicted_weights_of_its_forward_whatever_is_set_in_between(method, change):
+    trainer = make(
+        mixed_network(), method=method, stages=4, order="lock-step", accumulate=2, corrections=["coast", "inertia:4"]
+    )
+    stage, used = trainer.stages[0], {}
+    parameter = next(iter(stage.chain.layers[0].parameters()))
+    forward, take = stage.forward, stage.stash.take
+
+    def remembering(microbatch, inputs):
+        handle = stage.chain.layers[0].register_forward_pre_hook(
+            lambda layer, _: used.__setitem__(microbatch, next(layer.parameters()).detach().clone())
+        )
+        outputs = forward(microbatch, inputs)
+        handle.remove()
+        return outputs
+
+    def comparing(microbatch):
+        found = take(microbatch)
+        assert torch.equal((parameter if found is None else found[0]).detach(), used.pop(microbatch)), microbatch
+        return found
+
+    stage.forward, stage.stash.take = remembering, comparing
+    for i in range(24):
+        if i == 13 and change == "frozen":
+            parameter.requires_grad_(False)
+        elif i == 13:
+            for group in stage.optimizer.param_groups:
+                group.update({"lr": 0.001} if change == "rate" else {"momentum": 0.5})
+        trainer.step(torch.randn(3, 2, 4, 4), torch.randint(4, (3,)))
+    trainer.drain()
+
+
+def test_a_parameter_is_the_same_however_it_is_written():
+    assert str(Shrink(1)) == str(find("shrink:1")) == "shrink:1.0"
+    assert (str(Reschedule(5)), str(Coast()), str(Coast(1))) == ("reschedule:5", "coast", "coast:1.0")
+    with pytest.raises(ValueError, match=r"reschedule takes 2\.5 updates: give 1 or more, not parts"):
+        Reschedule(2.5)
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_stashed_predictions_are_shared(k):
     """One for each version and delay, not one for each micro-batch in flight."""
@@ -432,6 +484,7 @@ def test_parameters_without_momentum_or_gradient():
         (["shrink:nan"], {}, "more than 0 and at most 1"),
         (["discrepancy:1"], {}, "0 or more and less than 1"),
         ("predict", {}, "give a list of names"),
+        (None, {}, "corrections is None: give a list of names"),
         (["predict"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "momentum of SGD, which is 0"),
         (["coast"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "or leave coast out"),
         (["predict"], {"optimizer": torch.optim.RMSprop}, "not RMSprop"),

@@ -125,8 +125,9 @@ def test_another_correction_is_refused():
         pipeline().load_state_dict(state)
 
 
-def test_a_checkpoint_of_before_there_were_predictions_is_read():
-    options = {"method": "delayed", "order": "lock-step", "accumulate": 3}
+@pytest.mark.parametrize(("numbers", "corrections"), [(1, []), (2, ["inertia:8", "predict"])])
+def test_older_checkpoints_are_read(numbers, corrections):
+    options = {"method": "delayed", "order": "lock-step", "accumulate": 3, "corrections": corrections}
     data = list(batches(14))
     trainer, straight = pipeline(**options), pipeline(**options)
     for x, y in data[:8]:
@@ -134,9 +135,14 @@ def test_a_checkpoint_of_before_there_were_predictions_is_read():
     state = trainer.state_dict()
     for stage in state["stages"].values():
         stash = stage["weights"]["stash"]
-        stash["needed"] = {m: version for m, (version, _) in stash["needed"].items()}
-        stash["copies"] = {version: copy for (version, _), copy in stash["copies"].items()}
-        del stage["weights"]["corrections"]
+        # Versions were a number before there were predictions, and a pair before settings had numbers.
+        stash["needed"] = {m: v[0] if numbers == 1 else v[:2] for m, v in stash["needed"].items()}
+        stash["copies"] = {v[0] if numbers == 1 else v[:2]: copy for v, copy in stash["copies"].items()}
+        highest = stage["weights"].pop("highest")
+        if numbers == 1:
+            del stage["weights"]["corrections"]
+        elif stage["weights"]["corrections"] is not None:
+            stage["weights"]["corrections"]["highest"] = max(highest.values())
     state = copy.deepcopy(state)
     resumed = pipeline(**options)
     resumed.load_state_dict(state)
@@ -301,6 +307,60 @@ def test_inertia_remembers_the_highest_learning_rate_of_the_same_layers_at_anoth
     old.drain()
     new.load_drained(old.state_dict())
     assert [stage.corrected.site.highest for stage in new.stages[:2]] == [0.005, 0.05]
+
+
+@pytest.mark.parametrize("stages", [1, 2, [1, 3, 2]])
+def test_stages_that_were_not_late_have_remembered_it_too(stages):
+    def dropping(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.1)
+
+    options = {"corrections": ["inertia:8"], "scheduler": dropping}
+    old, new = pipeline(stages=stages, **options), pipeline(stages=6, **options)
+    for x, y in batches(9):
+        old.step(x, y)
+    old.drain()
+    new.load_drained(copy.deepcopy(old.state_dict()))
+    assert [(s.corrected.site.highest, s.corrected.site.fall) for s in new.stages[:-1]] == [(0.05, 2.0**-7)] * 5
+
+
+def test_groups_with_rates_of_their_own_remember_their_own():
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(4, 4) if i % 2 == 0 else nn.LayerNorm(4) for i in range(5)))
+
+    def grouped(parameters):
+        kinds = [[p for p in parameters if (p.ndim > 1) == matrix] for matrix in (True, False)]
+        groups = [{"params": ps, "lr": lr} for ps, lr in zip(kinds, (0.02, 0.2), strict=True) if ps]
+        return torch.optim.SGD(groups, momentum=0.5)
+
+    def pipe(stages):
+        def dropping(optimizer):
+            return torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.1)
+
+        options = {"corrections": ["inertia:4"], "optimizer": grouped, "scheduler": dropping}
+        return make(network(), method="checkpointed", stages=stages, **options)
+
+    found = []
+    for stages in ([2, 2, 1], 5):
+        old, new = pipe(stages), pipe(5)
+        for _ in range(12):
+            old.step(torch.randn(3, 4), torch.randint(4, (3,)))
+        old.drain()
+        new.load_drained(copy.deepcopy(old.state_dict()))
+        found.append([stage.corrected.site.highest for stage in new.stages[:-1]])
+    assert found == [[0.02, 0.2, 0.02, 0.2]] * 2
+
+
+def test_a_momentum_that_comes_with_a_state_has_to_suit_corrections():
+    def still(parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    old = pipeline(optimizer=still)
+    new = pipeline(stages=3, corrections=["spike"])
+    before = copy.deepcopy(new.network.state_dict())
+    with pytest.raises(ValueError, match="spike makes up for momentum between 0 and 1"):
+        new.load_drained(old.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in new.network.state_dict().items())
 
 
 def test_memory_of_corrections_is_counted():

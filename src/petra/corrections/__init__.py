@@ -3,6 +3,7 @@
 from petra.corrections.corrected import Corrected
 from petra.corrections.correction import Correction, Site
 from petra.corrections.inertia import Inertia
+from petra.corrections.peaks import Peaks
 from petra.corrections.pipemare import Discrepancy, Reschedule
 from petra.corrections.predict import Coast, Predict
 from petra.corrections.rates import rates
@@ -17,6 +18,7 @@ __all__ = [
     "Correction",
     "Discrepancy",
     "Inertia",
+    "Peaks",
     "Predict",
     "Reschedule",
     "Shrink",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.corrections.correction import Correction, Site, Weights
+from petra.corrections.peaks import Peaks
 from petra.corrections.rates import rates
 
 
@@ -31,6 +32,7 @@ class Corrected:
         in_flight: int,
         accumulate: int,
         blank: int = 0,
+        peaks: Peaks | None = None,
     ) -> None:
         assert in_flight > 0
         self.corrections = list(corrections)
@@ -38,6 +40,7 @@ class Corrected:
         self._accumulate = accumulate
         self._began: dict[int, int] = {}  # micro-batch in flight -> updates before its forward
         self._blank = blank  # updates with gradients of zero that are still to come
+        self._peaks = Peaks(optimizer) if peaks is None else peaks
         self.see_rate()
 
     def before_forward(self, microbatch: int, accumulated: int) -> tuple[int, Weights | None]:
@@ -49,6 +52,12 @@ class Corrected:
         delay = (accumulated + len(self._began)) // self._accumulate + self._blank
         self._began[microbatch] = self.site.updates
         return delay, self._only(c.forward_weights(self.site, delay) for c in self.corrections if delay)
+
+    def settings(self) -> list[Any]:
+        """All but the weights themselves that predictions depend on, which may change between two updates."""
+        found = [value for g in self.site.optimizer.param_groups for key, value in g.items() if key != "params"]
+        groups = [value.item() if isinstance(value, Tensor) else value for value in found]
+        return [self.site.rate, self.site.memory, groups, [p.requires_grad for p in self.site.parameters]]
 
     def before_backward(self, microbatch: int) -> Weights | None:
         """The weights of the backward, None for the current ones."""
@@ -98,13 +107,13 @@ class Corrected:
     def state_dict(self) -> dict[str, Any]:
         """What is kept, with parameters themselves as keys."""
         state = {p: dict(values) for p, values in self.site.state.items()}
-        return {"state": state, "began": dict(self._began), "blank": self._blank, "highest": self.site.highest}
+        return {"state": state, "began": dict(self._began), "blank": self._blank}
 
     def load_state_dict(self, state: dict[str, Any], updates: int) -> None:
         """Take up what `state_dict` gave after so many updates."""
         self.site.state = {p: {k: v.clone() for k, v in values.items()} for p, values in state["state"].items()}
         self._began, self._blank = dict(state["began"]), state.get("blank", 0)
-        self.site.updates, self.site.highest = updates, state.get("highest", 0.0)
+        self.site.updates = updates
         self.see_rate()
 
     def _count(self) -> None:
@@ -118,8 +127,8 @@ class Corrected:
         change has to be recorded anew.
         """
         site = self.site
-        rate = float(site.group().get("lr", 0.0))
-        site.highest = max(site.highest, rate)
+        self._peaks.see()
+        rate, site.highest = float(site.group().get("lr", 0.0)), self._peaks.of(site.group())
         site.fall = 2.0 ** round(log2(rate / site.highest)) if rate > 0 else float(site.highest == 0)
         site.memory = max((c.memory(site) for c in self.corrections), default=0.0)
         self.set_rate()

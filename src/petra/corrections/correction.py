@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +30,7 @@ class Site:
     highest: float = 0.0
     """The highest learning rate that there has been."""
     fall: float = 1.0
-    """ρ: the learning rate of the next update over the highest, as the nearest power of two."""
+    """ρ: the learning rate of the next update over the highest, as a power of two, the nearest by its exponent."""
     memory: float = 0.0
     """How many updates momentum has to remember, 1/(1 - m), if its own are fewer."""
     state: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
@@ -98,5 +98,6 @@ class Correction:
         """After all others have changed the step."""
 
     def __str__(self) -> str:
-        given: tuple[Any, ...] = astuple(self) if is_dataclass(self) else ()
-        return ":".join([self.name, *(str(value) for value in given if value is not None)])
+        given: list[Any] = [(f.type, getattr(self, f.name)) for f in fields(self)] if is_dataclass(self) else []
+        # 1 and 1.0 are the same parameter, and have to look the same in a checkpoint.
+        return ":".join([self.name, *(str(v if kind == "int" else float(v)) for kind, v in given if v is not None)])

@@ -24,8 +24,10 @@ class Reschedule(Correction):
     updates: int
 
     def __post_init__(self) -> None:
-        if self.updates < 1:
-            raise ValueError(f"reschedule takes {self.updates} updates: give 1 or more, like {self.example}")
+        if not isinstance(self.updates, int) or self.updates < 1:
+            raise ValueError(
+                f"reschedule takes {self.updates} updates: give 1 or more, not parts, like {self.example}"
+            )
 
     def rate(self, site: Site) -> float:
         p = 1 - min(site.updates / self.updates, 1.0)

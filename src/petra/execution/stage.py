@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from petra.corrections import Corrected, rates
+from petra.corrections import Corrected, Peaks, rates
 from petra.execution.stash import WeightStash
 from petra.methods import BackwardMessage, Chain, Kept, Method, Synthesizer
 from petra.reversible.gradients import ParameterGradients, vjp
@@ -86,6 +86,7 @@ class Stage:
         message_dtype: torch.dtype | None = None,
         average: Callable[[Sequence[Tensor]], None] | None = None,
         corrected: Corrected | None = None,
+        peaks: Peaks | None = None,
         synthesizer: Synthesizer | None = None,
         channels_last: bool = False,
     ) -> None:
@@ -110,6 +111,8 @@ class Stage:
         """Replaces tensors by their mean over the replicas of this stage."""
         self.corrected = corrected
         """What is done about staleness."""
+        self.peaks = peaks
+        """The highest learning rates so far, where corrections may ask for them, here or at another cut."""
         self.synthesizer = synthesizer
         """What predicts the gradient, if the stage does not wait for it."""
         self.channels_last = channels_last
@@ -141,8 +144,10 @@ class Stage:
             came = {id(x): p for x, p in zip(inputs, packed, strict=True)}
             kept.inputs = [tuple(came.get(id(x), x) for x in streams) for streams in kept.inputs]
         self.kept[microbatch] = kept
-        if self.stash is not None:
-            self.stash.keep(microbatch, delay, weights)
+        if self.stash is not None and self.corrected is not None and weights is not None:
+            self.stash.keep_predicted(microbatch, delay, weights, self.corrected.settings())
+        elif self.stash is not None:
+            self.stash.keep(microbatch)
         outputs = self._ordered(outputs)
         if self.synthesizer is not None:
             self._above[microbatch] = BackwardMessage(None, self.synthesizer.predict(outputs))
@@ -268,6 +273,8 @@ class Stage:
         """Have corrections look at the learning rate, which someone may have set."""
         if self.corrected is not None:
             self.corrected.see_rate()
+        elif self.peaks is not None:
+            self.peaks.see()
 
     def _average_over_replicas(self) -> None:
         assert self.average is not None

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Version = tuple[int, int]
-"""How many updates there were before, and how many more were predicted."""
+Version = tuple[int, int, int]
+"""How many updates there were before, how many more were predicted, and by which settings of the optimizer."""
 
 
 class WeightStash:
@@ -22,17 +22,23 @@ class WeightStash:
         self._moves = moves  # whether graphs point into the memory of old weights, so that it has to stay theirs
         self._version = 0
         self._needed: dict[int, Version] = {}  # micro-batch -> version of its forward
+        self._settings: object = None  # of the last prediction
+        self._number = 0  # of those settings
         self.copies: dict[Version, list[Tensor]] = {}
 
-    def keep(self, microbatch: int, ahead: int = 0, predicted: list[Tensor] | None = None) -> None:
-        """The forward of ``microbatch`` has used the current weights, or what they are ``predicted`` to be ``ahead``.
+    def keep(self, microbatch: int) -> None:
+        """The forward of ``microbatch`` has used the current weights."""
+        self._needed[microbatch] = self._version, 0, 0
+
+    def keep_predicted(self, microbatch: int, ahead: int, predicted: list[Tensor], settings: object) -> None:
+        """The forward of ``microbatch`` has used what the weights are ``predicted`` to be ``ahead``, by ``settings``.
 
         A prediction belongs to nobody else, so it is kept as it is, once for all micro-batches that have used it.
         """
-        version = self._version, ahead if predicted is not None else 0
-        self._needed[microbatch] = version
-        if predicted is not None:
-            self.copies.setdefault(version, predicted)
+        if settings != self._settings:
+            self._settings, self._number = settings, self._number + 1
+        self._needed[microbatch] = version = self._version, ahead, self._number
+        self.copies.setdefault(version, predicted)
 
     def take(self, microbatch: int) -> list[Tensor] | None:
         """The weights of the forward of ``microbatch``, None if they are still the current ones."""
@@ -44,18 +50,18 @@ class WeightStash:
 
     def before_update(self) -> None:
         """The current weights are about to change."""
-        if (self._version, 0) in self._needed.values():
+        if (self._version, 0, 0) in self._needed.values():
             copies = [p.data.clone() for p in self._parameters]
             if self._moves:
                 for parameter, copy in zip(self._parameters, copies, strict=True):
                     parameter.data, copy.data = copy.data, parameter.data
-            self.copies[self._version, 0] = copies
+            self.copies[self._version, 0, 0] = copies
         self._version += 1
 
     def advance(self) -> None:
         """What a tick of a full pipeline does to the numbers, with an update in it; copies are another's business."""
         if self._needed:
-            self._needed[max(self._needed) + 1] = self._version, 0
+            self._needed[max(self._needed) + 1] = self._version, 0, 0
             del self._needed[min(self._needed)]
         self._version += 1
 
@@ -66,8 +72,11 @@ class WeightStash:
         self._version = state["version"]
         self._needed = {m: _whole(version) for m, version in state["needed"].items()}
         self.copies = {_whole(version): copy for version, copy in state["copies"].items()}
+        # What the numbers in there stand for is not known, so the next prediction has one of its own.
+        self._settings, self._number = None, max((number for *_, number in self.copies), default=0)
 
 
-def _whole(version: int | Version) -> Version:
-    """Checkpoints of before there were predictions have the first number alone."""
-    return (version, 0) if isinstance(version, int) else version
+def _whole(version: int | tuple[int, ...]) -> Version:
+    """Older checkpoints have the first number alone, or the first two."""
+    first, ahead, number, *_ = (*((version,) if isinstance(version, int) else version), 0, 0)
+    return first, ahead, number

@@ -45,16 +45,16 @@ class Versions(MutableMapping[int, list[Tensor]]):
         self._copies = stash.copies
 
     def __getitem__(self, version: int) -> list[Tensor]:
-        return self._copies[version, 0]
+        return self._copies[version, 0, 0]
 
     def __setitem__(self, version: int, weights: list[Tensor]) -> None:
-        self._copies[version, 0] = weights
+        self._copies[version, 0, 0] = weights
 
     def __delitem__(self, version: int) -> None:
-        del self._copies[version, 0]
+        del self._copies[version, 0, 0]
 
     def __iter__(self) -> Iterator[int]:
-        return (version for version, _ in self._copies)
+        return (version for version, *_ in self._copies)
 
     def __len__(self) -> int:
         return len(self._copies)

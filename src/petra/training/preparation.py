@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from petra.corrections import Corrected, Correction, choose
+from petra.corrections import Corrected, Correction, Peaks, choose
 from petra.execution import GraphRecorder, Place, Recorder, Stage, partition
 from petra.execution.stage import OptimizerFactory
 from petra.methods import Method
@@ -127,7 +127,7 @@ def make_scheduler(
 
 def choose_corrections(asked: Sequence[str | Correction], method: Method) -> list[Correction]:
     """The corrections that were asked for, unless they have no meaning for the method."""
-    if isinstance(asked, str):
+    if isinstance(asked, str) or not isinstance(asked, Iterable):
         raise ValueError(f"corrections is {asked!r}: give a list of names")
     chosen = choose(asked)
     if chosen and not method.stale:
@@ -150,16 +150,17 @@ def make_corrected(
     optimizer: torch.optim.Optimizer | None,
     order: Order,
     stage: int,
-) -> Corrected | None:
-    """What a stage is corrected by; None where nothing is stale."""
+) -> tuple[Corrected | None, Peaks | None]:
+    """What a stage is corrected by, None where nothing is stale; and what remembers its learning rates."""
     if not corrections or optimizer is None:
-        return None
+        return None, None
     for correction in corrections:
         correction.check(optimizer)
-    in_flight = order.staleness(stage)
+    peaks, in_flight = Peaks(optimizer), order.staleness(stage)
     if not in_flight:
-        return None
-    return Corrected(corrections, parameters, optimizer, in_flight, order.accumulate, order.blank_updates(stage))
+        return None, peaks
+    blank = order.blank_updates(stage)
+    return Corrected(corrections, parameters, optimizer, in_flight, order.accumulate, blank, peaks), peaks
 
 
 def make_recorder(device: torch.device, place: Place, capture: bool | None = None) -> Recorder | None:

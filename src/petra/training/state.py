@@ -96,6 +96,12 @@ def check_weights(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names
                 )
     if stage.scheduler is not None and any(state["scheduler"] is None for state in trained):
         raise ValueError("the checkpoint was written without a scheduler: leave it out to resume it")
+    if stage.corrected is not None:
+        loaded = copy.copy(stage.optimizer)  # as it will be, with the momentum of the checkpoint
+        groups = [(group, names[group["params"][0]]) for group in loaded.param_groups if group["params"]]
+        loaded.param_groups = [{**group, **settings[first]} for group, first in groups]
+        for correction in stage.corrected.corrections:
+            correction.check(loaded)
 
 
 def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> dict[str, Any]:
@@ -106,6 +112,7 @@ def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> d
         "scheduler": None if stage.scheduler is None else stage.scheduler.state_dict(),
         "stash": None if stage.stash is None else stage.stash.state_dict(),
         "corrections": None if stage.corrected is None else _named_corrections(stage.corrected, names),
+        "highest": None if stage.peaks is None else {names[p]: v for p, v in stage.peaks.state_dict().items()},
         "synthesizer": None if stage.synthesizer is None else stage.synthesizer.state_dict(),
         "updates": stage.updates,
     }
@@ -121,6 +128,7 @@ def load_weights(stage: Stage, saved: Mapping[str, Any], names: Names) -> None:
     if stage.stash is not None:
         stage.stash.load_state_dict(moved(saved["stash"], device))
     stage.updates = saved["updates"]
+    _load_peaks(stage, [saved], names)
     if stage.corrected is not None:
         _load_corrections(stage, [saved["corrections"]], saved["corrections"], names, device)
     if stage.synthesizer is not None:
@@ -152,13 +160,10 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names,
     if stage.scheduler is not None:
         own = stage.scheduler.state_dict()
         stage.scheduler.load_state_dict(moved(_scheduler_state(own, stage.optimizer, with_optimizer, names), device))
+    _load_peaks(stage, with_optimizer, names)
     if stage.corrected is not None:  # after the optimizer, for they ask for its momentum
         corrections = [state["corrections"] for state in saved if state["corrections"] is not None]
-        # Layers may have rates of their own. The last stage was not corrected.
-        first = {names[p] for p in stage.corrected.site.group()["params"][:1]}
-        theirs = [state["corrections"] for state in saved if first & state["network"].keys() and state["corrections"]]
-        highest = max((one.get("highest", 0.0) for one in theirs or corrections), default=0.0)
-        _load_corrections(stage, corrections, {"began": {}, "blank": blank, "highest": highest}, names, device)
+        _load_corrections(stage, corrections, {"began": {}, "blank": blank}, names, device)
 
 
 def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
@@ -177,6 +182,20 @@ def _named_corrections(corrected: Corrected, names: Names) -> dict[str, Any]:
 def _settings(saved: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """What the optimizers have been told about each parameter."""
     return {name: group["settings"] for one in saved for group in one["groups"] for name in group["names"]}
+
+
+def _load_peaks(stage: Stage, saved: Sequence[Mapping[str, Any]], names: Names) -> None:
+    if stage.peaks is None:
+        return
+    highest: dict[str, float] = {}
+    # Older checkpoints have one number for a stage, and none for those that are not late.
+    before = [(state["network"], (state["corrections"] or {}).get("highest")) for state in saved]
+    known = max((rate for _, rate in before if rate is not None), default=0.0)
+    for network, rate in before:
+        highest |= dict.fromkeys(network, known if rate is None else rate)
+    for state in saved:
+        highest |= state.get("highest") or {}
+    stage.peaks.load_state_dict({p: highest[names[p]] for p in stage.parameters if names[p] in highest})
 
 
 def _load_corrections(

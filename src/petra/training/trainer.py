@@ -170,19 +170,22 @@ class Trainer:
                     layer.to(self.device if owned_here else "meta")  # another rank holds its weights
                 if owned_here:
                     own = make_optimizer(optimizer, chain.parameters())
+                    schedule = make_scheduler(scheduler, own)  # which may set the first learning rate
+                    corrected, peaks = make_corrected(self.corrections, chain.parameters(), own, self.order, index)
                     stage = Stage(
                         index,
                         len(cuts),
                         chain,
                         self.method,
                         own,
-                        scheduler=make_scheduler(scheduler, own),
+                        scheduler=schedule,
                         loss=loss if index == len(cuts) - 1 else None,
                         clip_norm=clip_norm,
                         sends_streams=index > 0 and self.method.needs_outputs(chains[index - 1]),
                         message_dtype=message_dtype,
                         average=transport.average if place.replicas > 1 else None,
-                        corrected=make_corrected(self.corrections, chain.parameters(), own, self.order, index),
+                        corrected=corrected,
+                        peaks=peaks,
                         synthesizer=self.method.synthesizer(chain) if index < len(cuts) - 1 else None,
                         channels_last=in_channels_last,
                     )
