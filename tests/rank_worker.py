@@ -84,6 +84,20 @@ def run(case, transport=None, broken=False):
     }
 
 
+def gifts(rank):
+    """Tensors of a rank, of which others know neither names nor shapes."""
+    return {
+        f"numbers of {rank}": torch.arange(3 * rank + 1).reshape(1, -1).t(),
+        "flag": torch.tensor(rank == 1),
+        "half": torch.full((2, rank), 1.5 + rank, dtype=torch.bfloat16),  # of 0, it is empty
+    }
+
+
+def plain(tensors):
+    """As plain JSON."""
+    return {name: [str(t.dtype), list(t.shape), t.double().flatten().tolist()] for name, t in tensors.items()}
+
+
 def main(rank, world, port, cases, folder):
     """Errors go into a file beside the results."""
     with open(folder / f"rank{rank}.log", "w") as file:
@@ -100,6 +114,9 @@ def main(rank, world, port, cases, folder):
             transports[replicas] = ProcessTransport(device, replicas, timedelta(seconds=60))
         transport = transports[replicas]
         try:
+            if case.get("brings"):
+                results.append([plain(transport.bring(source, gifts(rank))) for source in range(world // replicas)])
+                continue
             if replicas > 1:
                 weights = train_replicas(transport, **case["options"])
                 results.append({name: value.tolist() for name, value in weights.items()})

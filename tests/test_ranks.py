@@ -7,7 +7,7 @@ import forked
 import pytest
 import rank_worker
 import torch
-from rank_worker import TICKS, run
+from rank_worker import TICKS, gifts, plain, run
 from replicas import train_replicas
 from torch.distributed import TCPStore
 
@@ -89,6 +89,14 @@ def assert_same(results, expected, case):
     assert losses == expected["losses"], case
     assert all(result["evaluation"] == expected["evaluation"] for result in results), case
     assert [result["weights"] for result in results] == [None] * (len(results) - 1) + [expected["weights"]], case
+
+
+def test_what_ranks_bring_to_the_last(tmp_path):
+    cases = [{"brings": True, "options": {}, "replicas": replicas} for replicas in (1, 2)]
+    alone, twice = zip(*run_ranks(4, cases, tmp_path), strict=True)
+    expected = [json.loads(json.dumps(plain(gifts(process)))) for process in range(4)]
+    assert alone == ([{}] * 4,) * 3 + (expected,)
+    assert twice == ([{}] * 2, [{}] * 2, [expected[0], expected[2]], [{}] * 2)  # ranks by replicas
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -25,9 +25,7 @@ class Reschedule(Correction):
 
     def __post_init__(self) -> None:
         if not isinstance(self.updates, int) or self.updates < 1:
-            raise ValueError(
-                f"reschedule takes {self.updates} updates: give 1 or more, not parts, like {self.example}"
-            )
+            raise ValueError(f"reschedule takes {self.updates} updates: give 1 or more, not parts, like {self.example}")
 
     def rate(self, site: Site) -> float:
         p = 1 - min(site.updates / self.updates, 1.0)

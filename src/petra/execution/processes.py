@@ -6,7 +6,7 @@ import atexit
 import json
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -225,14 +225,16 @@ class ProcessTransport(Transport):
                 work.wait()
                 spread(vector.div_(self.place.replicas), bucket)
 
-    def bring(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def bring(self, source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rank, last = self.place.rank, self.place.ranks - 1
-        if rank not in (source, last):
-            return []
-        found = copies(tensors) if rank == source else [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
-        if source == last:
-            return found
-        for tensor in found:
+        # Layers may have made or replaced buffers, of which ranks that do not hold them know nothing.
+        kinds = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+        kinds = self.gather(kinds)[self._process(source)]
+        if rank not in (source, last) or self.place.replica > 0:
+            return {}
+        empty = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in kinds}
+        found = copies(tensors) if rank == source else empty
+        for tensor in found.values() if source != last else ():
             message = tensor.view(-1).view(torch.uint8)  # gloo does not know all dtypes
             if rank == source:
                 with self.doing.waiting(last), self._connected(last, "send to"):
@@ -240,7 +242,7 @@ class ProcessTransport(Transport):
             else:
                 with self.doing.waiting(source), self._connected(source, "hear from"):
                     dist.recv(message, self._process(source), group=self._all)
-        return found if rank == last else []
+        return found if rank == last else {}
 
     def any_soon(self, flag: bool) -> bool:
         # Asked in this tick, heard a few ticks later, when everyone has long answered: nobody waits.

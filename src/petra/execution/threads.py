@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -101,11 +101,12 @@ class ThreadTransport(Transport):
         vectors = self._together.exchange(self._index, replicas, flat([t.double() for t in tensors]))
         spread(torch.stack(vectors).mean(0), tensors)
 
-    def bring(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def bring(self, source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         everyone = range(self.place.ranks * self.place.replicas)
-        mine = copies(tensors) if self.place.rank == source else []
-        found: list[Tensor] = self._together.exchange(self._index, everyone, mine)[self._process(source)]
-        return found if self.place.rank == self.place.ranks - 1 else []
+        found: dict[str, Tensor] = self._together.exchange(self._index, everyone, copies(tensors))[
+            self._process(source)
+        ]
+        return found if self.place.speaks else {}
 
     @property
     def _index(self) -> int:

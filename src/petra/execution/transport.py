@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,10 +101,10 @@ class Transport(ABC):
         """Replace each tensor by its mean over the replicas of this rank."""
 
     @abstractmethod
-    def bring(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of what ``source`` has, in the memory of the host: on the last rank of its replica, none on others.
+    def bring(self, source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of what ``source`` gives, in the memory of the host, on the one that speaks; others get nothing.
 
-        All ranks call it with tensors of the same shapes; the values are those of ``source``.
+        All processes call it; what those of other ranks give is not looked at.
         """
 
     def any_soon(self, flag: bool) -> bool:
@@ -168,13 +168,13 @@ class Alone(Transport):
     def average(self, tensors: Sequence[Tensor]) -> None:
         pass
 
-    def bring(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def bring(self, source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return copies(tensors)
 
 
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in the memory of the host, in the order of their indices."""
-    return [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in tensors]
+    return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
 
 
 def buckets(tensors: Sequence[Tensor], size: int = 2**23) -> list[list[Tensor]]:

@@ -275,20 +275,19 @@ class Trainer:
     def weights(self) -> dict[str, Tensor] | None:
         """The ``state_dict()`` of the whole network, as copies on the CPU, for a file or a network without a trainer.
 
-        They come out on the last stage's rank; other ranks, which all make this call, get None. Micro-batches that
-        are in flight are not in them yet: `drain` first.
+        They come out on the last stage's rank, of the first replica; others, which all make this call, get None.
+        Micro-batches that are in flight are not in them yet: `drain` first.
         """
-        whole = self.network.state_dict()
         with self.transport.refusing_together():
-            if extra := [name for name, value in whole.items() if not isinstance(value, Tensor)]:
+            own = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            extra = [name for part in own.values() for name, value in part.items() if not isinstance(value, Tensor)]
+            if extra:
                 raise ValueError(f"{extra[0]} is no tensor: take it from the network itself, on the rank that holds it")
         self.transport.doing.now("bringing the weights together")
         found: dict[str, Tensor] = {}
         for stage, rank in enumerate(self.placement):
-            part = self._network_of(stage)
-            found |= zip(part, self.transport.bring(rank, list(part.values())), strict=False)  # other ranks get none
-        place = self.transport.place
-        return {name: found[name] for name in whole} if place.rank == place.ranks - 1 else None
+            found |= self.transport.bring(rank, own.get(stage, {}))
+        return found if self.transport.place.speaks else None
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizers and everything in flight: what `load_state_dict` continues from exactly.
