@@ -112,6 +112,28 @@ def test_right_answers_are_counted_by_token():
     assert int(count_answers(outputs, ignored, 2)) == 4
 
 
+def test_classes_where_pytorch_has_them():
+    """In the second dimension, as its cross-entropy wants them."""
+    outputs = torch.randn(2, 4, 3, 5)
+    targets = outputs.argmax(1)
+    targets[0, 0, :2] = -100
+    targets[1, 2, 4] = (targets[1, 2, 4] + 1) % 4
+    assert int(count_correct(outputs, targets)) == 27
+    assert int(count_answers(outputs, targets, 2)) == 28
+    assert int(count_correct(outputs[:, :, 0], targets[:, 0])) == 8
+    assert int(count_answers(outputs[:, :, 0], targets[:, 0], 2)) == 8
+    tokens = torch.randn(2, 3, 3)  # where both could be meant, they are in the last
+    assert int(count_correct(tokens, tokens.argmax(-1))) == 6
+
+
+@pytest.mark.parametrize("targets", [torch.tensor([0, 1, 1]), torch.tensor([-1, 1, -1])])
+def test_one_output_is_no_choice_of_classes(targets):
+    assert count_correct(torch.randn(3), targets) is None
+    assert count_correct(torch.randn(3, 1), targets) is None
+    assert count_answers(torch.randn(3, 1), targets, 3) == 3
+    assert count_correct(torch.randn(3, 1, 4), targets[:, None].expand(3, 4)) is None
+
+
 def test_evaluation_weighs_tokens_alike_however_they_are_batched():
     trainer = make(modeller(), loss=cross_entropy, stages=2)
     batches = [(torch.randint(9, shape), torch.randint(9, shape)) for shape in ((3, 8), (2, 5), (1, 1))]

@@ -20,9 +20,10 @@ def cross_entropy(outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0
 
 def count_correct(outputs: Any, targets: Any) -> Tensor | None:
     """How many outputs have their largest entry at the target; None unless these are classes."""
-    if not _classify(outputs, targets):
+    classes = _classes(outputs, targets)
+    if classes is None:
         return None
-    correct: Tensor = (outputs.argmax(dim=-1) == targets).sum()
+    correct: Tensor = (outputs.argmax(dim=classes) == targets).sum()
     return correct
 
 
@@ -31,11 +32,19 @@ def count_answers(outputs: Any, targets: Any, samples: int) -> Tensor | int:
 
     Negative ones, like -100, are left out by cross-entropy too.
     """
-    return (targets >= 0).sum() if _classify(outputs, targets) else samples
+    return samples if _classes(outputs, targets) is None else (targets >= 0).sum()
 
 
-def _classify(outputs: Any, targets: Any) -> bool:
-    """Whether there is a row of classes for each target: (samples, classes) or (samples, tokens, classes)."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.ndim not in (2, 3):
-        return False
-    return bool(targets.shape == outputs.shape[:-1] and not targets.is_floating_point())
+def _classes(outputs: Any, targets: Any) -> int | None:
+    """The dimension of ``outputs`` that has two classes or more for each target, None if there is none.
+
+    It is the last of (samples, classes) or (samples, tokens, classes), or else the second, where PyTorch has it:
+    (samples, classes, tokens) or (samples, classes, height, width).
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    for dimension in {2: (1,), 3: (2, 1)}.get(outputs.ndim, (1,) if outputs.ndim > 3 else ()):
+        rest = outputs.shape[:dimension] + outputs.shape[dimension + 1 :]
+        if outputs.shape[dimension] > 1 and targets.shape == rest:
+            return dimension
+    return None
