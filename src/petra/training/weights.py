@@ -66,8 +66,12 @@ def take_weights(network: nn.Module, source: str, vocabulary: Sequence[str] = ()
     weights = read_weights(file)
     check_names(network, weights, file)
     other, own = other_shapes(network, weights), network.state_dict()
-    if len(other) == len(own):
-        raise ValueError(f"no tensor of {file} has the shape that it has in this network: give weights of one like it")
+    parameters = [name for name, _ in network.named_parameters()]  # a counter of batches fits everywhere
+    if len(unlike := set(parameters).intersection(other)) > len(parameters) / 2:
+        raise ValueError(
+            f"{len(unlike)} of the {len(parameters)} parameters in {file}, {min(unlike)} for one, have another shape in "
+            "this network: build it as there, with the same --width and the like, or leave --weights out"
+        )
     if Path(source).expanduser().is_dir():
         refuse_changed({name: weights[name] for name in own}, file.parent)
     with torch.no_grad():
