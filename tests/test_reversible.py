@@ -1,4 +1,5 @@
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -122,6 +123,25 @@ def test_a_run_stores_its_last_output_only():
         outputs = run(*streams)
     assert len(saved) == 2
     head(*outputs).sum().backward()
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("used", [0, 1])
+def test_what_no_gradient_reaches_has_none(blocks, used):
+    """Not zero, which would have momentum and weight decay move it."""
+    torch.manual_seed(0)
+    network = Network(*BLOCKS[blocks]()).double().eval()
+    x = torch.randn(2, 2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for way in (nullcontext, plain_autograd):
+        network.zero_grad()
+        with way():
+            outputs = network(*x)
+        outputs[used].sum().backward()
+        found.append({name: p.grad for name, p in network.named_parameters()})
+    reached = [{name for name, gradient in one.items() if gradient is not None} for one in found]
+    assert reached[0] == reached[1]
+    torch.testing.assert_close(*({name: one[name] for name in reached[0]} for one in found))
 
 
 def test_random_state_goes_on_as_under_plain_autograd():

@@ -109,6 +109,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, *tensors: Tensor) -> Streams:
         ctx.job = job
+        ctx.set_materialize_grads(False)  # what an unused output would get its gradient through has none
         ctx.device = tensors[0].device
         ctx.autocast = autocast_dtype(ctx.device)
         ctx.modes = modes(job.modules)

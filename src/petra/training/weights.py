@@ -69,8 +69,8 @@ def take_weights(network: nn.Module, source: str, vocabulary: Sequence[str] = ()
     parameters = [name for name, _ in network.named_parameters()]  # a counter of batches fits everywhere
     if len(unlike := set(parameters).intersection(other)) > len(parameters) / 2:
         raise ValueError(
-            f"{len(unlike)} of the {len(parameters)} parameters in {file}, {min(unlike)} for one, have another shape in "
-            "this network: build it as there, with the same --width and the like, or leave --weights out"
+            f"{len(unlike)} of the {len(parameters)} parameters in {file}, {min(unlike)} for one, have another shape "
+            "in this network: build it as there, with the same --width and the like, or leave --weights out"
         )
     if Path(source).expanduser().is_dir():
         refuse_changed({name: weights[name] for name in own}, file.parent)
