@@ -69,6 +69,11 @@ def test_a_comparison_in_which_nothing_takes_an_option(options, message, tmp_pat
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize("arguments", [["train", "--out", ""], ["evaluate", ""], ["plot", ""]])
+def test_a_path_that_is_empty_is_not_this_folder(arguments, capsys):
+    assert "expected a path, not an empty one" in said(capsys, *arguments)
+
+
 def test_a_comparison_that_is_resumed_without_its_options(tmp_path, capsys):
     error = said(capsys, "compare", "--resume", "--out", tmp_path)
     assert "--resume needs the options of the comparison" in error

@@ -37,6 +37,8 @@ def test_bad_inputs_are_refused_before_anything_is_touched():
         if m % 4 == 1:
             with pytest.raises(ValueError, match=r"micro-batch \d+ holds NaN or infinity"):
                 trainer.step(x * torch.inf, y)
+            with pytest.raises(ValueError, match=r"micro-batch \d+ has no samples: leave it out"):
+                trainer.step(x[:0], y[:0])
         trainer.step(x, y)
     trainer.drain()
     assert same_weights(network, trained(twin, ticks=12, stages=3))
@@ -266,6 +268,8 @@ class TestErrors:
             make(mixed_network()).step(inputs.numpy(), targets)
         with pytest.raises(ValueError, match="a str where streams should be: give a tensor"):
             make(mixed_network()).evaluate([{"inputs": inputs, "targets": targets}])
+        with pytest.raises(ValueError, match="a tuple with a tuple in it where streams should be"):
+            make(nn.Sequential(nn.LSTM(4, 3))).step(torch.randn(5, 3, 4), targets)
 
     def test_names_in_capitals(self):
         with pytest.raises(ValueError, match="no method named 'PETRA': did you mean 'petra'"):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 import petra
@@ -24,6 +25,11 @@ PATIENCE = 10.0
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is Path and not arg_string:  # a variable of the shell that is not set, which would be "here"
+            raise argparse.ArgumentError(action, "expected a path, not an empty one")
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -22,11 +22,15 @@ Gradients = tuple[Tensor | None, ...]
 
 def as_streams(output: Tensor | Streams) -> Streams:
     """A layer's output as a tuple."""
-    if not isinstance(output, Tensor) and not (
-        isinstance(output, tuple | list) and all(isinstance(x, Tensor) for x in output)
-    ):
-        raise ValueError(f"found a {type(output).__name__} where streams should be: give a tensor, or a tuple of them")
-    return (output,) if isinstance(output, Tensor) else tuple(output)
+    if isinstance(output, Tensor):
+        return (output,)
+    found = type(output).__name__
+    if isinstance(output, tuple | list):
+        others = [type(x).__name__ for x in output if not isinstance(x, Tensor)]
+        if not others:
+            return tuple(output)
+        found = f"{found} with a {others[0]} in it"  # as an LSTM gives one
+    raise ValueError(f"found a {found} where streams should be: give a tensor, or a tuple of tensors alone")
 
 
 def widened(streams: Streams) -> Streams:

@@ -34,8 +34,10 @@ def check_network(network: nn.Module) -> None:
         )
 
 
-def check_batch(inputs: Streams, targets: Any, microbatch: int) -> None:
+def check_batch(inputs: Streams, targets: Any, microbatch: int, replicas: int = 1) -> None:
     """Raise ValueError for what is sure to be wrong with a micro-batch, before anything of it has been used."""
+    if replicas == 1 and any(x.shape[:1] == (0,) for x in inputs):  # a replica may have none of a small one
+        raise ValueError(f"micro-batch {microbatch} has no samples: leave it out; nothing of it has been used")
     for x in inputs:
         # On a GPU the look would make the host wait; the loss is looked at anyway. Masks may be -inf.
         if x.device.type == "cpu" and x.is_floating_point() and (x.isnan() | x.isposinf()).any():

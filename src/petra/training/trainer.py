@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -31,7 +30,6 @@ from petra.methods import Chain, Method, Settings
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import Sequential
 from petra.training import state as states
-from petra.training.loss import count_answers, count_correct
 from petra.training.orders import choose_order
 from petra.training.preparation import (
     SchedulerFactory,
@@ -50,18 +48,7 @@ from petra.training.preparation import (
     refuse_sharing,
     refuse_unfrozen,
 )
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean loss and accuracy over a data set; the accuracy is None where it has no meaning.
-
-    Where every sample has many targets, as the tokens of a text, both are means over all of them.
-    """
-
-    loss: float
-    accuracy: float | None
-    samples: int
+from petra.training.tally import Evaluation, Tally
 
 
 class Trainer:
@@ -222,7 +209,7 @@ class Trainer:
         """
         refuse_unfrozen(self._frozen, self.stages, self._names)
         streams = as_streams(inputs)
-        check_batch(streams, targets, self.executor.microbatches)
+        check_batch(streams, targets, self.executor.microbatches, self.transport.place.replicas)
         # What waits in the pipeline is a copy, for the caller may use the memory of a batch for the next one.
         waits = not isinstance(self.order, Sequential)
         return self.executor.tick(self._on_device(streams, waits), self._on_device(targets, waits), weight)
@@ -245,32 +232,14 @@ class Trainer:
 
         With replicas, each of them gives its own share of the batches, and all hear the result of the whole.
         """
-        measure = self.loss if loss is None else loss
-        samples, classifies = 0, True
-        # Sums stay on the device to the end: to read them at every batch would make the host wait for it.
-        total: Any = 0.0
-        correct: Any = 0
-        answers: Any = 0
+        measure, tally = self.loss if loss is None else loss, Tally()
         for x, y in batches:
             outputs, targets = self.predict(x), self._on_device(y)
-            if outputs is None:
-                continue
-            size = len(y) if isinstance(y, Tensor) and y.ndim else len(as_streams(x)[0])
-            samples += size
-            count = count_answers(outputs, targets, size)
-            answers = answers + count
-            share = measure(outputs, targets).double() * count
-            # The mean of no answers at all is not a number, and would make the sum none.
-            total = total + (share.where(count > 0, 0.0) if isinstance(count, Tensor) else share)
-            right = count_correct(outputs, targets)
-            classifies = classifies and right is not None
-            correct = correct + (0 if right is None else right)
+            if outputs is not None:
+                size = len(y) if isinstance(y, Tensor) and y.ndim else len(as_streams(x)[0])
+                tally.add(measure(outputs, targets), outputs, targets, size)
         self.transport.flush()
-        total, *counts = self.transport.total([float(total), int(correct), not classifies, int(answers), samples])
-        correct, others, answers, samples = (int(count) for count in counts)
-        if answers == 0:
-            raise ValueError("there is nothing to evaluate: the batches are empty, or all their targets are negative")
-        return Evaluation(total / answers, correct / answers if others == 0 else None, samples)
+        return tally.result(self.transport)
 
     def weights(self) -> dict[str, Tensor] | None:
         """The ``state_dict()`` of the whole network, as copies on the CPU, for a file or a network without a trainer.
