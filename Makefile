@@ -19,9 +19,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/petra compare --recipe digits --methods reversible petra --out runs/demo --overwrite
 
-# Three processes for two cores: some tests wait for timeouts.
+# Four processes for two cores: many tests wait, for timeouts or for jobs that start.
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
