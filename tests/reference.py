@@ -171,6 +171,12 @@ class ReferenceStage:
             self.optimizer.step()
             self.delta, self.t, self.copied = None, 0, None
 
+    def update_with_zero(self):
+        for p in self.parameters:
+            p.grad = torch.zeros_like(p)
+        self.optimizer.step()
+        self.copied = None
+
 
 def train_pipelined(network, cuts, batches, method, order, make_optimizer, k, key):
     """Yields the losses so far and the stages after every tick, and once more at the end."""
@@ -221,6 +227,39 @@ def train_pipelined(network, cuts, batches, method, order, make_optimizer, k, ke
         step += 1
         if order == "lock-step" or step % 2 == 0:
             yield dict(losses), stages
+    for stage in stages:
+        stage.update(flush=True)
+    yield dict(losses), stages
+
+
+def train_locked(network, cuts, batches, method, make_optimizer, k, key):
+    """Alg. 1 of Features Replay with the backward of any method; yields like `train_pipelined`."""
+    stages = [ReferenceStage([network[i] for i in cut], cut[0], make_optimizer, k, key) for cut in cuts]
+    J = len(stages)
+    found, kept, losses = {}, {}, {}  # what each stage gave to the one below in the iteration before
+    data = list(batches)
+    for t in range(len(data) + J - 1):
+        if t < len(data):
+            x = (data[t][0],)
+            for j, stage in enumerate(stages[:-1]):
+                y, inputs = stage.forward(x, t)
+                kept[j, t] = inputs, stage.snapshot() if method in ("delayed", "petra-stashed") else None
+                x = y
+        finding = {}
+        for j, stage in enumerate(stages):
+            m = t - (J - 1 - j)
+            if m >= len(data):
+                continue
+            if j == J - 1:
+                losses[m], *finding[j] = last_stage(stage, method, x, data[m][1], m)
+                stage.update()
+            elif m >= 0:
+                finding[j] = stage.backward(method, kept.pop((j, m)), *found[j + 1], m)
+                stage.update()
+            elif (m + 1) % k == 0:  # gradients before the first micro-batch are zero
+                stage.update_with_zero()
+        found = finding
+        yield dict(losses), stages
     for stage in stages:
         stage.update(flush=True)
     yield dict(losses), stages

@@ -153,6 +153,21 @@ def test_corrections(corrections, accumulate):
     assert_same_to_the_end(trainers)
 
 
+@pytest.mark.parametrize("corrections", [["shrink:0.9"], ["spike"], ["reschedule:20"], ["inertia:4"]], ids=str)
+@pytest.mark.parametrize("method", ["delayed", "petra-stashed"])
+def test_corrections_of_updates_with_stashed_weights(method, corrections):
+    assert_same_to_the_end(pair(method=method, corrections=corrections))
+
+
+@pytest.mark.parametrize("corrections", ["predict", "coast"])
+@pytest.mark.parametrize("method", ["delayed", "petra-stashed"])
+def test_predicted_weights_that_are_stashed_are_not_recorded(method, corrections):
+    _, captured = pair(method=method, corrections=[corrections])
+    for x, y in data(12):
+        captured.step(x, y)
+    assert (captured.executor.refusal, captured.executor.replayed) == ("predicted weights are stashed", 0)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_momentum_that_falls_with_the_learning_rate(accumulate):
     trainers = pair(corrections=["predict", "inertia:4"], accumulate=accumulate, scheduler=dropping)

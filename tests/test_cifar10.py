@@ -281,6 +281,19 @@ def test_a_table_of_other_epochs_is_not_overwritten_by_an_empty_one(how, tmp_pat
     assert "nothing is written" in capsys.readouterr().out
 
 
+def test_tables_of_other_epochs_have_a_folder_of_their_own(tmp_path, monkeypatch, capsys):
+    kept = {name: [1.0] for name, _ in results.CURVES.values()}
+    known = {f"resnet164-basic-backprop-K1-e{e}-s0": {**kept, "config": {"epochs": e}} for e in (15, 50)}
+    (tmp_path / "runs.json").write_text(json.dumps(known))
+    monkeypatch.chdir(tmp_path)
+    for more in ([], ["--epochs", "15"]):
+        monkeypatch.setattr(sys, "argv", ["run.py", "replay", *more, "--summarise", "--out", "runs", "--results", "."])
+        assert run.main() == 3
+    assert "in epochs-15: replay.md" in capsys.readouterr().out
+    assert "e15" in (tmp_path / "epochs-15" / "replay.md").read_text()
+    assert "e15" not in (tmp_path / "replay.md").read_text()
+
+
 def test_rows_of_the_table_of_corrections_say_what_they_are():
     rows = [tuple(line.split("|")[1:3]) for line in tables.corrections({}).splitlines()[2:]]
     assert len(rows) == len(set(rows)) > 10

@@ -311,6 +311,11 @@ BAD = {
     "negative in flight": (["--order", "3,2,1,-1"], "[3, 2, 1, -1]", "must fall from stage to stage"),
     "huge seed": (["--seed", str(10**30)], "--seed is 1000", "less than 2^63"),
     "out is a file": (["--out", __file__], "test_cli.py, which is a file", "give a folder"),
+    "no Nesterov": (
+        ["--optimizer", "adamw", "--no-nesterov"],
+        "--no-nesterov is for sgd, not for adamw",
+        "leave it out",
+    ),
     "momentum": (["--momentum", "1"], "--momentum is 1.0", "less than 1"),
     "resume and overwrite": (["--resume", "--overwrite"], "not allowed with", "--help"),
 }

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from networks import batches, mixed_network
-from reference import train_pipelined, train_sequential
+from reference import train_locked, train_pipelined, train_sequential
 
 from petra import Trainer
 from petra.execution import partition
@@ -73,6 +73,20 @@ def test_pipelined_methods_equal_the_reference(method, order, stages, k):
     data = list(batches(TICKS))
     cuts = [list(cut) for cut in partition(len(network), stages)]
     reference = train_pipelined(twin, cuts, data, method, order, make_optimizer, k, key=7)
+    assert_same_run(trainer, twin, reference, data)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 5])
+@pytest.mark.parametrize("method", PIPELINED)
+def test_with_a_locked_forward_pass_too(method, stages, k):
+    torch.manual_seed(0)
+    network = mixed_network()
+    twin = copy.deepcopy(network)
+    trainer = make_trainer(network, method=method, stages=stages, order="locked-forward", accumulate=k)
+    data = list(batches(TICKS))
+    cuts = [list(cut) for cut in partition(len(network), stages)]
+    reference = train_locked(twin, cuts, data, method, make_optimizer, k, key=7)
     assert_same_run(trainer, twin, reference, data)
 
 

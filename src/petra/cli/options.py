@@ -144,7 +144,12 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
         "--lr", type=float, help="learning rate (default 0.1 · batch size · K / 256; adamw and nadamw 1e-3)"
     )
     how.add_argument(
-        "--momentum", type=float, help="Nesterov momentum, or the first beta of adamw and nadamw (0.9; nadamw 0.99)"
+        "--momentum", type=float, help="of sgd, or the first beta of adamw and nadamw (default 0.9; nadamw 0.99)"
+    )
+    how.add_argument(
+        "--nesterov",
+        action=argparse.BooleanOptionalAction,
+        help="whether the momentum of sgd looks ahead (default: yes)",
     )
     how.add_argument("--beta2", type=float, help="the second beta of adamw and nadamw (default 0.999)")
     how.add_argument(
@@ -216,8 +221,18 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 _CONFIG = (
     *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
     "drop_last",
-    *("optimizer", "lr", "momentum", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops", "clip_norm"),
-    *("label_smoothing", "autocast", "exact", "compile", "channels_last", "messages", "corrections", "seed"),
+    *("optimizer", "lr", "momentum", "nesterov", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops"),
+    *(
+        "clip_norm",
+        "label_smoothing",
+        "autocast",
+        "exact",
+        "compile",
+        "channels_last",
+        "messages",
+        "corrections",
+        "seed",
+    ),
     *("replicas", "weights", "checkpoint_every", "checkpoint_epochs"),
 )
 _MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")

@@ -53,6 +53,11 @@ class Corrected:
         self._began[microbatch] = self.site.updates
         return delay, self._only(c.forward_weights(self.site, delay) for c in self.corrections if delay)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether forwards may have other weights than the current ones."""
+        return any(type(c).forward_weights is not Correction.forward_weights for c in self.corrections)
+
     def settings(self) -> list[Any]:
         """All but the weights themselves that predictions depend on, which may change between two updates."""
         found = [value for g in self.site.optimizer.param_groups for key, value in g.items() if key != "params"]

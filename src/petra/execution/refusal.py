@@ -19,7 +19,7 @@ def refusal(stages: Sequence[Stage], order: Order) -> str | None:
 
 
 def _of_stage(stage: Stage) -> str | None:
-    if stage.corrected is not None and stage.stash is not None:
+    if stage.corrected is not None and stage.corrected.predicts and stage.stash is not None:
         return "predicted weights are stashed"
     if stage.method.keeps_graphs:
         return f"{stage.method.name} keeps graphs from one tick to the next"

@@ -47,6 +47,7 @@ class RunConfig:
     optimizer: str = "sgd"
     lr: float | None = None
     momentum: float | None = None
+    nesterov: bool = True
     beta2: float = 0.999
     weight_decay: float | None = None
     schedule: str = "steps"
@@ -162,7 +163,9 @@ class RunConfig:
         if self.optimizer in ADAPTIVE:
             make = optimizers.adamw if self.optimizer == "adamw" else optimizers.nadamw
             return make(parameters, lr=self.base_lr, betas=(self.beta1, self.beta2), weight_decay=self.decay)
-        return optimizers.sgd(parameters, lr=self.base_lr, momentum=self.beta1, weight_decay=self.decay)
+        return optimizers.sgd(
+            parameters, lr=self.base_lr, momentum=self.beta1, nesterov=self.nesterov, weight_decay=self.decay
+        )
 
     def curve(self, batches: int) -> LearningRateCurve | CosineCurve:
         """The learning rate over a training with so many micro-batches an epoch."""
@@ -208,6 +211,8 @@ class RunConfig:
         for name in ("beta2", "label_smoothing", "momentum"):
             if (value := getattr(self, name)) is not None and not 0 <= value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 0 or more and less than 1")
+        if not self.nesterov and self.optimizer in ADAPTIVE:
+            raise ValueError(f"--no-nesterov is for sgd, not for {self.optimizer}: leave it out")
         if self.replicas > self.batch_size:
             raise ValueError(
                 f"--replicas is {self.replicas}, but they share micro-batches of {self.batch_size} samples: "

@@ -15,11 +15,16 @@ OPTIMIZERS = ("sgd", "adamw", "nadamw")
 
 
 def sgd(
-    parameters: Sequence[nn.Parameter], *, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
 ) -> torch.optim.SGD:
     """SGD with Nesterov momentum and no weight decay on norms and biases (Goyal et al., 2017)."""
     groups, fused = _groups(parameters, weight_decay), _fused(parameters)
-    return torch.optim.SGD(groups, lr, momentum=momentum, nesterov=momentum > 0, fused=fused)
+    return torch.optim.SGD(groups, lr, momentum=momentum, nesterov=nesterov and momentum > 0, fused=fused)
 
 
 def adamw(
