@@ -130,7 +130,7 @@ def _corrections(figure: Any, known: Known) -> bool:
 
 
 def _fidelity(figure: Any, known: Known) -> bool:
-    """Above, Figure 5 for PETRA in lock-step; below, Figure 6 at four moments of it."""
+    """Above, Figure 5 for PETRA in lock-step; below, Figure 6 at four moments, those of the paper."""
     measured = [(t, rows) for t in PLANS["fidelity"] if t.name in known and (rows := likeness(known[t.name]))]
     if not measured:
         return False
@@ -145,7 +145,7 @@ def _fidelity(figure: Any, known: Known) -> bool:
         _over_epochs(axis, rows, full, dashed)
         axis.set(title=title + (" (dashed: delayed)" if dashed else ""), xlabel="epoch")
     axes[0][0].legend(fontsize="x-small", title="stage", ncols=2)
-    for axis, share in zip(axes[1], (1 / 6, 5 / 12, 7 / 12, 5 / 6), strict=True):
+    for axis, share in zip(axes[1], (1 / 12, 5 / 12, 7 / 12, 5 / 6), strict=True):
         epoch = epochs[min(len(epochs) - 1, round(share * len(epochs)))]
         _over_stages(axis, [row for row in rows if row["epoch"] == epoch])
         axis.set(title=f"6 cosines in epoch {epoch}", xlabel="stage", ylim=(None, 1.02))

@@ -123,7 +123,12 @@ def _corrections() -> list[Trial]:
     for seed in (3, 4, 5):  # without any part in the choice of a correction
         plan += [_short("backprop", seed), _corrected("low-staleness", "predict,inertia:4", seed)]
     plan += [_corrected("low-staleness", f"predict,inertia:{f:g}") for f in (8, 16)]
-    return [*plan, _corrected("low-staleness", "inertia:4")]
+    plan.append(_corrected("low-staleness", "inertia:4"))
+    # What the look-ahead of Nesterov's momentum, which all others have, is worth; what messages of half the size cost.
+    plain = {"no_nesterov": True, "tag": "heavy-ball"}
+    plan += [_short("petra", order="low-staleness", **plain), _short("backprop", **plain)]
+    narrow = {"messages": "bf16", "tag": "bf16-messages"}
+    return [*plan, _short("petra", order="low-staleness", correct="predict,inertia:4", **narrow)]
 
 
 def _fidelity() -> list[Trial]:

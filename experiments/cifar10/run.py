@@ -140,6 +140,8 @@ def show(given: argparse.Namespace, trials: list[Trial]) -> None:
 def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, results.Result]:
     """Keep what has come to an end; write the table and, with matplotlib, the figures of each plan."""
     known = results.collect(trials, given.out, given.results)
+    # Tables and figures of other epochs are not those that the README shows.
+    folder = given.results if given.epochs is None else given.results / f"epochs-{given.epochs}"
     for plan in given.plans:
         own = PLANS[plan]
         missing = [t.name for t in own if t.name not in known]
@@ -150,10 +152,11 @@ def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, resul
         said = [f"{t.name}: {known[t.name][results.DIVERGED]}" for t in own if results.diverged(t, known)]
         table += "\n\nDiverged:\n\n- " + "\n- ".join(said) if said else ""
         note = f"\n\nNot run yet: {', '.join(missing)}.\n" if missing else "\n"
-        (given.results / f"{plan}.md").write_text(table + note)
-        where = ", ".join([f"{plan}.md", *figures.draw(plan, known, given.results)])
+        folder.mkdir(exist_ok=True)
+        (folder / f"{plan}.md").write_text(table + note)
+        where = ", ".join([f"{plan}.md", *figures.draw(plan, known, folder)])
         ended = f"{len(own) - len(missing)} of {len(own)} trainings"
-        print(f"\n{plan}: {ended}; in {given.results}: {where}\n\n{table}", flush=True)
+        print(f"\n{plan}: {ended}; in {folder}: {where}\n\n{table}", flush=True)
     return known
 
 

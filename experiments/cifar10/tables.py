@@ -71,11 +71,12 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def chosen(plan: str, model: str, known: Known) -> str | None:
-    """The group of PETRA with the k of the lowest training loss, of the paper's order: k is picked on training data."""
+    """The group of PETRA without corrections that has the lowest training loss: k is picked on training data."""
     found = {
         name: fmean(loss)
         for name, trials in groups(plan).items()
-        if name.startswith(f"{model}-petra-lock-step")
+        if name.startswith(f"{model}-petra-")
+        and "correct" not in trials[0].options
         and not any(diverged(trial, known) for trial in trials)
         and (loss := values(trials, known, "train_loss"))
     }
@@ -148,7 +149,10 @@ def corrections(known: Known) -> str:
         gap = f"{100 * (fmean(ours) - fmean(backprop)):+.2f}" if ours and backprop and key[0] != "backprop" else ""
         name = f"PETRA, {key[0]}" if key[0] != "backprop" else "backprop"
         name += f", momentum {momentum}" if momentum else ""
-        prototype = "" if momentum else str(PROTOTYPE.get(key, ""))
+        name += ", without Nesterov" if "no_nesterov" in options else ""
+        name += f", {options['messages']} messages" if "messages" in options else ""
+        other = momentum or "no_nesterov" in options or "messages" in options
+        prototype = "" if other else str(PROTOTYPE.get(key, ""))
         rows.append([name, key[1] or "–", *_cells(trials, known), gap, prototype])
     return markdown(["", "corrections", *CELLS, "to backprop", "prototype"], rows)
 
