@@ -38,11 +38,15 @@ def data(count, size=16):
         yield x, torch.randint(10, (size,), device="cuda", generator=generator)
 
 
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.99**update)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("order", ["lock-step", "low-staleness"])
 def test_two_hundred_ticks(order, accumulate):
-    """With a learning rate that changes all the time, an evaluation, a checkpoint, an uneven batch and a drain."""
-    trainers = pair(order=order, accumulate=accumulate)
+    """With a learning rate that changes with every update, an evaluation, a checkpoint, an uneven batch and a drain."""
+    trainers = pair(order=order, accumulate=accumulate, scheduler=falling)
     for number, (x, y) in enumerate(data(200)):
         uneven = 12 if number == 90 else 16
         step(trainers, x[:uneven], y[:uneven])
@@ -85,6 +89,16 @@ def test_corrections(corrections):
     for x, y in data(60):
         step(trainers, x, y)
     assert_same(*trainers)
+    assert trainers[1].executor.replayed > 15
+
+
+@pytest.mark.parametrize("method", ["delayed", "petra-stashed"])
+def test_corrections_with_stashed_weights(method):
+    trainers = pair(method=method, corrections=["inertia:4", "shrink:0.9"])
+    for x, y in data(60):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert trainers[1].executor.refusal is None
     assert trainers[1].executor.replayed > 15
 
 
