@@ -74,6 +74,9 @@ def test_it_is_drawn_where_that_can_be(tmp_path, capsys, monkeypatch):
             "backprop and ddg have one order only: leave it out",
         ),
         (["--batch-size", "0"], "--batch-size is 0"),
+        (["--vocab-size", "0"], "--vocab-size is 0"),
+        (["--length", "8"], "takes images: leave --length out"),
+        (["--model", "rev-gpt", "--image", "3x8x8"], "takes text: leave --image out"),
         (["--out", __file__], "which is a file"),
     ],
 )

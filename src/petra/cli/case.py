@@ -42,22 +42,28 @@ class Case:
     def of(cls, options: argparse.Namespace) -> Case:
         """From the command line; raises ValueError for the first thing that cannot work."""
         for name in ("ranks", "batch_size", "accumulate", "classes", "length", "vocab_size", "ticks"):
-            if (value := getattr(options, name)) < 1:
+            if (value := getattr(options, name)) is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
         if options.memory_limit is not None and not 0 < options.memory_limit < 1e12:
             raise ValueError(f"--memory-limit is {options.memory_limit}: give MiB of memory, or leave it out")
-        channels, height, width = options.image
         takes, given = accepted(options.model), model_options(options)
         check_options(options.model, given)
-        told = {"vocab_size": options.vocab_size, "length": options.length}
-        if "in_channels" in takes:
+        of_images = "in_channels" in takes
+        for name in ("length", "vocab_size") if of_images else ("image",):
+            if getattr(options, name) is not None:
+                kind = "images" if of_images else "text"
+                raise ValueError(f"{options.model} takes {kind}: leave --{name.replace('_', '-')} out")
+        image = (options.image or (3, 32, 32)) if of_images else None
+        told: dict[str, Any] = {"vocab_size": options.vocab_size or 256, "length": options.length or 256}
+        if image is not None:
+            channels, height, width = image
             told = {"in_channels": channels, "image_size": height if height == width else (height, width)}
         if "num_classes" in takes:
             told["num_classes"] = options.classes
         case = cls(
             model=options.model,
             model_options=network_arguments(options.model, told, given, "--image"),
-            image=options.image if "in_channels" in takes else None,
+            image=image,
             batch_size=options.batch_size,
             method=options.method,
             order=options.order,

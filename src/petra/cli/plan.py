@@ -59,10 +59,10 @@ def add_network_options(parser: argparse.ArgumentParser, batch_size: int) -> Non
     what = parser.add_argument_group("what to train")
     what.add_argument("--model", metavar="NAME", required=True, help="network; `petra models` lists them")
     add_model_options(what)
-    what.add_argument("--image", type=image_shape, default=(3, 32, 32), metavar="CxHxW", help="default 3x32x32")
+    what.add_argument("--image", type=image_shape, metavar="CxHxW", help="default 3x32x32")
     what.add_argument("--classes", type=int, default=10, metavar="N", help="default %(default)s")
-    what.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a text (default %(default)s)")
-    what.add_argument("--vocab-size", type=int, default=256, metavar="N", help="of text (default %(default)s)")
+    what.add_argument("--length", type=int, metavar="N", help="tokens in a text (default 256)")
+    what.add_argument("--vocab-size", type=int, metavar="N", help="of text (default 256)")
     samples = "samples in a micro-batch (default %(default)s)"
     what.add_argument("--batch-size", type=int, default=batch_size, metavar="N", help=samples)
 
