@@ -154,6 +154,12 @@ def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
     assert "| resnet164-basic-features-replay-K4-e50-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
 
 
+def test_the_order_is_chosen_by_training_loss_too_and_a_correction_is_not():
+    losses = {"lock-step": 0.03, "low-staleness": 0.02, "low-staleness-predict+inertia4": 0.01}
+    known = {f"revnet50-petra-{how}-k8-e100-s0": result(0.9, loss=loss) for how, loss in losses.items()}
+    assert tables.chosen("table2", "revnet50", known) == "revnet50-petra-low-staleness-k8-e100"
+
+
 def test_what_diverged_is_in_no_mean_and_not_hidden():
     known = {f"revnet18-petra-lock-step-k4-e100-s{s}": result(0.9, loss=0.01) for s in (0, 1)}
     known["revnet18-petra-lock-step-k8-e100-s0"] = result(0.8, loss=0.02)

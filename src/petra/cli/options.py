@@ -220,19 +220,9 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 _CONFIG = (
     *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
-    "drop_last",
-    *("optimizer", "lr", "momentum", "nesterov", "beta2", "weight_decay", "schedule", "warmup_epochs", "drops"),
-    *(
-        "clip_norm",
-        "label_smoothing",
-        "autocast",
-        "exact",
-        "compile",
-        "channels_last",
-        "messages",
-        "corrections",
-        "seed",
-    ),
+    *("drop_last", "clip_norm", "optimizer", "lr", "momentum", "nesterov", "beta2", "weight_decay", "schedule"),
+    *("warmup_epochs", "drops", "label_smoothing", "autocast", "exact", "compile", "channels_last", "messages"),
+    *("corrections", "seed"),
     *("replicas", "weights", "checkpoint_every", "checkpoint_epochs"),
 )
 _MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
