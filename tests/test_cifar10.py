@@ -118,7 +118,7 @@ def test_table2_chooses_k_on_the_training_loss():
     rows = {line.split(" | ")[1]: line for line in tables.table2(known).splitlines() if line.startswith("| revnet18")}
     assert "94.50 ± 0.71 | 94.50 ± 0.71 | 0.1000 | 2/3 |  | 94.9" in rows["backprop, batch 128"]
     assert "+1.00 | 94.9" in rows["backprop, batch 64 × 4"]
-    assert "-1.50 | 94.9" in rows["PETRA, lock-step, k = 4 (chosen)"]
+    assert "-1.50 | 94.9" in rows["PETRA, lock-step, k = 4 (lowest training loss)"]
     assert "+1.50 | 94.9" in rows["PETRA, lock-step, k = 8"]
     assert tables.NOT_RUN in rows["PETRA, lock-step, k = 2"]
 

@@ -140,10 +140,10 @@ def show(given: argparse.Namespace, trials: list[Trial]) -> None:
 def summarise(given: argparse.Namespace, trials: list[Trial]) -> dict[str, results.Result]:
     """Keep what has come to an end; write the table and, with matplotlib, the figures of each plan."""
     known = results.collect(trials, given.out, given.results)
-    # Tables and figures of other epochs are not those that the README shows.
-    folder = given.results if given.epochs is None else given.results / f"epochs-{given.epochs}"
     for plan in given.plans:
-        own = PLANS[plan]
+        own, folder = PLANS[plan], given.results
+        if plan == "replay" and given.epochs is not None:  # not the table and the figures that the README shows
+            folder /= f"epochs-{given.epochs}"
         missing = [t.name for t in own if t.name not in known]
         if len(missing) == len(own):  # what there is may be of other epochs
             print(f"\n{plan}: 0 of {len(own)} trainings, nothing is written")

@@ -71,7 +71,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def chosen(plan: str, model: str, known: Known) -> str | None:
-    """The group of PETRA without corrections that has the lowest training loss: k is picked on training data."""
+    """The group of PETRA without corrections that has the lowest training loss, of those that were trained."""
     found = {
         name: fmean(loss)
         for name, trials in groups(plan).items()
@@ -93,7 +93,7 @@ def table2(known: Known) -> str:
         batch = f"{options.get('batch_size', 64)}" + (f" × {k}" if k > 1 else "")
         how = f"PETRA, {options['order']}, k = {k}" if options["method"] == "petra" else f"backprop, batch {batch}"
         how += f", {options['correct']}" if "correct" in options else ""
-        how += " (chosen)" if name == chosen("table2", model, known) else ""
+        how += " (lowest training loss)" if name == chosen("table2", model, known) else ""
         first, backprop = next(pair for pair in groups("table2").items() if pair[0].startswith(f"{model}-backprop-k1"))
         ours, theirs = values(trials, known), values(backprop, known)
         gap = f"{100 * (fmean(ours) - fmean(theirs)):+.2f}" if ours and theirs and name != first else ""
