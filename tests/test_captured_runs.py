@@ -6,6 +6,7 @@ import pytest
 from replaying import ReplayRecorder
 
 from petra.cli.main import main
+from petra.measure import likeness_figure
 from petra.training import optimizers
 
 SMALL = [
@@ -76,7 +77,8 @@ def test_comparisons_take_the_option(tmp_path, standing_in):
     assert standing_in == [None, None, False, False]
 
 
-def test_what_is_watched_for_fidelity_is_not_replayed_and_the_rest_is(tmp_path, standing_in):
+def test_what_is_watched_for_fidelity_is_not_replayed_and_the_rest_is(tmp_path, standing_in, monkeypatch):
+    monkeypatch.setattr(likeness_figure, "find_spec", lambda name: None)  # figures take longer than the runs
     rows = {}
     for every in (1, 20):
         for given in ([], ["--no-capture"]):

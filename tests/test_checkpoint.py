@@ -33,13 +33,13 @@ def weights(trainer):
 def test_a_run_continued_from_any_tick_ends_with_the_same_bits(tmp_path, method, k):
     options = {"method": method, "stages": 4, "accumulate": k}
     network = mixed_network()
-    data = list(batches(14))
+    data = list(batches(11))
     straight = make(copy.deepcopy(network), **options)
     for x, y in data:
         straight.step(x, y)
     straight.drain()
     going = make(network, **options)
-    for cut, (x, y) in enumerate(data[:13], 1):
+    for cut, (x, y) in enumerate(data[:10], 1):
         going.step(x, y)
         if cut % (2 if k > 1 else 4) != 1:  # where every tick updates, they are more alike
             continue

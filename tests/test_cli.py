@@ -129,7 +129,8 @@ def test_asked_to_stop_when_all_is_trained_it_ends_what_is_left(tmp_path, monkey
 
 def restartable(folder):
     # two ticks between checkpoints, so that a kill often falls into the writing of one
-    return ["train", *SMALL, "--quiet", "--checkpoint-every", "2", "--resume", "--out", str(folder)]
+    often = ["--batch-size", "128", "--checkpoint-every", "2"]
+    return ["train", *SMALL, "--quiet", *often, "--resume", "--out", str(folder)]
 
 
 def start_child(folder):

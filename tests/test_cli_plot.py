@@ -16,8 +16,9 @@ PNG = b"\x89PNG"
 def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
     methods = ["--methods", "backprop", "features-replay"]
-    assert main(["compare", *SMALL, "--momentum", "0", "--quiet", *methods, "--out", str(folder)]) == 0
-    assert main(["fidelity", *SMALL, "--quiet", "--every", "5", "--method", "ddg", "--out", str(folder / "ddg")]) == 0
+    short = [*SMALL, "--batch-size", "128", "--quiet"]
+    assert main(["compare", *short, "--momentum", "0", *methods, "--out", str(folder)]) == 0
+    assert main(["fidelity", *short, "--every", "5", "--method", "ddg", "--out", str(folder / "ddg")]) == 0
     return folder
 
 

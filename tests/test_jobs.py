@@ -1,6 +1,7 @@
 """Jobs of several processes from the command line: they agree with one process, and none of them dies unnoticed."""
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -48,6 +49,38 @@ def end(process):
                 os.kill(pid, signal.SIGKILL)
             process.kill()
     return process.returncode, error
+
+
+def start_launcher(*arguments, fault="", patience=launch.PATIENCE):
+    """As `start`, in a process that has everything imported already; its ranks have not."""
+    hears, speaks = multiprocessing.Pipe(duplex=False)
+    process = forked.start(launcher_main, speaks, [*SMALL, *map(str, arguments)], fault, patience)
+    speaks.close()
+    return process, hears
+
+
+def launcher_main(speaks, arguments, fault, patience):
+    os.environ.update({"OMP_NUM_THREADS": "1", "PETRA_FAULT": fault})
+    launch.PATIENCE = patience
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(speaks.fileno(), 2)
+    speaks.close()
+    sys.exit(main(arguments))
+
+
+def end_launcher(process, hears):
+    """As `end`."""
+    said = b""
+    try:
+        while hears.poll(LIMIT) and (more := os.read(hears.fileno(), 4096)):
+            said += more
+        process.join(LIMIT)
+    finally:
+        if process.is_alive():  # time is up
+            for pid in processes_below(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+    return process.exitcode, said.decode()
 
 
 def processes_below(pid):
@@ -266,7 +299,7 @@ def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_
 
 
 def test_a_killed_rank_ends_the_whole_job(tmp_path):
-    code, error = end(start("--ranks", 2, "--out", tmp_path / "run", fault="kill:1:9"))
+    code, error = end_launcher(*start_launcher("--ranks", 2, "--out", tmp_path / "run", fault="kill:1:9"))
     assert code == 1
     first, second = error.strip().splitlines()
     assert "rank 1 is gone or stuck: last heard of in tick" in first
@@ -290,8 +323,9 @@ def test_a_killed_rank_ends_the_whole_job(tmp_path):
 )
 def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tmp_path):
     patience = ("--timeout", 5) if fault.startswith(("hang", "stop")) else ()
-    if fault.startswith("stop"):  # somebody has to end it
-        code, error = end(start("--ranks", 2, *patience, "--out", tmp_path / "run", fault=fault))
+    if fault.startswith("stop"):  # somebody has to end it, and need not wait for as long as it usually does
+        job = start_launcher("--ranks", 2, *patience, "--out", tmp_path / "run", fault=fault, patience=2.0)
+        code, error = end_launcher(*job)
     else:
         (code, _), error = together(tmp_path / "run", *patience, fault=fault)
     assert code in (1, 2)
@@ -354,12 +388,12 @@ def test_replicas_resume_exactly(tmp_path):
 
 def test_a_job_that_is_asked_to_stop_writes_one_checkpoint_and_goes_on(alone, tmp_path):
     folder = tmp_path / "run"
-    job = start("--ranks", 2, "--out", folder)
+    process, hears = start_launcher("--ranks", 2, "--out", folder)
     deadline = time.monotonic() + LIMIT
     while not (folder / "checkpoint" / "latest.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    job.send_signal(signal.SIGTERM)
-    code, error = end(job)
+    os.kill(process.pid, signal.SIGTERM)
+    code, error = end_launcher(process, hears)
     assert code == 130
     assert re.fullmatch(r"petra: stopped in epoch \d; continue with --resume --out \S+", error.strip()), error
     go_on(folder)
