@@ -6,6 +6,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# What is imported is compiled once, then, and not all that is installed.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint format clean
 
@@ -13,7 +15,8 @@ setup: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/petra methods > /dev/null
 	touch $@
 
 demo: setup

@@ -61,11 +61,19 @@ def assert_same_run(trainer, reference_network, reference, data):
     assert_same(mine, state(reference_network, [stage.optimizer for stage in stages]))
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+LAYOUTS = [*product(["lock-step"], [1, 2, 3, 5]), *product(["low-staleness"], [2, 3, 5])]
+
+
 @pytest.mark.parametrize(
-    ("order", "stages"), [*product(["lock-step"], [1, 2, 3, 5]), *product(["low-staleness"], [2, 3, 5])]
+    ("method", "order", "stages", "k"),
+    [
+        (method, *layout, k)
+        for number, method in enumerate(PIPELINED)
+        for place, layout in enumerate(LAYOUTS)
+        for k in (1, 2, 3)
+        if method == "petra" or (number + place + k) % 3  # of the others, two k for each layout
+    ],
 )
-@pytest.mark.parametrize("method", PIPELINED)
 def test_pipelined_methods_equal_the_reference(method, order, stages, k):
     torch.manual_seed(0)
     network = mixed_network()
@@ -113,7 +121,7 @@ def test_synchronous_pipelines_equal_backprop(method, stages, k):
     twin = copy.deepcopy(network)
     trainer = make_trainer(network, method=method, stages=stages, accumulate=k)
     plain = make_trainer(twin, method="backprop", accumulate=k)
-    data = list(batches(TICKS))
+    data = list(batches(FEWER))
     for i, (x, y) in enumerate(data):
         trainer.step(x, y)
         plain.step(x, y)

@@ -53,7 +53,7 @@ def layouts(draw):
     return sizes, placement
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     layouts(), st.integers(1, 3), st.sampled_from(["petra", "delayed", "checkpointed", "1f1b", "reversible"]), st.data()
 )
