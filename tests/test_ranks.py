@@ -38,7 +38,7 @@ SCATTERED = {2: [0, 1, 0, 1], 4: [2, 0, 1, 3]}
 
 
 def cases_of(world):
-    """Four ranks do three methods in both orders and with both k, and each of the others once.
+    """Four ranks do three methods with both k, PETRA in both orders, and each of the others once.
 
     With two micro-batches an update where one would be no pipeline.
     """
