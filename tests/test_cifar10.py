@@ -129,7 +129,7 @@ def test_tables_of_nothing_say_so(plan):
 
 
 def replayed(accuracies, **more):
-    return {"config": {"epochs": 30}, "test_accuracies": accuracies, **more}
+    return {"config": {"epochs": 30}, "test_accuracies": accuracies, "train_losses": [2.3], **more}
 
 
 def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
@@ -140,7 +140,8 @@ def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
         "resnet164-basic-features-replay-K4-e50-watched-s0": replayed([0.9], sigma=sigma),
         "resnet164-basic-dni-K2-e50-s0": replayed([0.2], diverged="the loss is nan"),
         "resnet164-basic-dni-K4-e50-s0": replayed([], diverged="the loss is nan"),
-        "resnet101-cifar-backprop-K1-e50-s0": replayed([0.97]),
+        "resnet101-cifar-backprop-K1-e50-s0": replayed([0.97], train_losses=[23.0]),
+        "resnet101-cifar-ddg-K4-e50-s0": replayed([0.1], train_losses=[2.3, 4567.8, 2.3]),
         "resnet101-cifar-backprop-K1-e50-s1": replayed([0.9]),
         "resnet101-cifar-features-replay-K4-e50-s1": replayed([0.91]),
     }
@@ -150,6 +151,10 @@ def test_the_table_of_features_replay_has_errors_sigma_and_divergence():
     assert "| resnet164-basic | dni | 2 | 0 | 80.00 % | diverged |  | diverges | 1/30, diverged |" in table
     assert "| resnet164-basic | dni | 4 | 0 |  | diverged |  | diverges | 0/30, diverged |" in table
     assert f"| resnet164-basic | ddg | 2 | 0 | {tables.NOT_RUN} |" in table
+    assert "| resnet101-cifar | backprop | 1 | 0 | 3.00 % | 3.00 % |  | 5.25 % | 1/30 |" in table
+    assert (
+        "| resnet101-cifar | ddg | 4 | 0 | 90.00 % | 90.00 % | +87.00 |  | 1/30, training loss up to 4,568 |" in table
+    )
     assert "| resnet101-cifar | features-replay | 4 | 1 | 9.00 % | 9.00 % | -1.00 |  | 1/30 |" in table
     assert "| resnet164-basic-features-replay-K4-e50-watched | " + "0.900 (0.500) | " * 4 + "9 |" in table
 

@@ -42,6 +42,20 @@ def test_it_counts_what_a_real_run_has(tmp_path, capsys):
     assert lines[4].split()[-1] == f"{whole['ddg'] / whole['backprop']:.2f}"
 
 
+def test_resnet101_on_cifar_s_shapes(tmp_path):
+    """Features Replay within 1.25 of backprop with one to four modules, DDG above twice with four, DNI in between."""
+    sums = {}
+    for methods, stages in (("backprop,features-replay", "1,2,3,4"), ("ddg,dni", "4")):
+        asked = ["memory", "--model", "resnet101-cifar", "--methods", methods, "--stages", stages]
+        assert main([*asked, "--out", str(tmp_path), "--quiet"]) == 0
+        found = json.loads((tmp_path / "memory.json").read_text())["bytes_of_stages"]
+        sums |= {(method, int(k)): sum(own) for method, counts in found.items() for k, own in counts.items()}
+    for k in (1, 2, 3, 4):
+        assert sums["backprop", k] <= sums["features-replay", k] <= 1.25 * sums["backprop", k]
+    assert sums["ddg", 4] > 2 * sums["backprop", 4]
+    assert sums["features-replay", 4] < sums["dni", 4] < sums["ddg", 4]
+
+
 def test_pipelined_methods_take_an_order(tmp_path):
     reversible = ["--model", "revnet18", "--depths", "2,2", *SMALL[4:], "--methods", "backprop,petra", "--stages", "3"]
     found = []

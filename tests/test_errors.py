@@ -29,6 +29,21 @@ def test_non_finite_loss_stops_with_stage_and_microbatch_and_keeps_the_weights(m
     assert all(torch.isfinite(value).all() for value in network.state_dict().values())
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_of_stages_that_predict_gradients_it_is_told_that_they_were_updated(stages):
+    network = reversible_network(3)
+    lost = lambda o, y: cross_entropy(o, y % 4) + (0 / (y < 4)).sum()  # noqa: E731
+    trainer = make(network, stages=stages, method="dni", loss=lost)
+    *before, (x, y) = batches(4)
+    for good in before:
+        trainer.step(*good)
+    twin, said = copy.deepcopy(network), ("no weight was updated with it", "stages below were updated by predictions")
+    with pytest.raises(NonFiniteLoss, match=said[stages > 1]):
+        trainer.step(x, y + 4)
+    same = [torch.equal(a, b) for a, b in zip(network.parameters(), twin.parameters(), strict=True)]
+    assert all(same) == (stages == 1)
+
+
 def test_bad_inputs_are_refused_before_anything_is_touched():
     network = reversible_network(3)
     twin = copy.deepcopy(network)
@@ -51,6 +66,45 @@ class TestErrors:
             trainer.step(torch.randn(3, 5, 4, 4), torch.zeros(3, dtype=torch.long))
         with pytest.raises(LayerError, match=r"inputs of shape \(3, 4, 4, 4\) in float64: "):
             make(mixed_network(), stages=2).step(torch.randn(3, 4, 4, 4).double(), torch.zeros(3, dtype=torch.long))
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_batch_norm_on_a_batch_of_one(self, method):
+        network = Network(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 4))
+        trainer = make(network, stages=1, method=method)
+        said = r"layer 1 \(BatchNorm2d\) cannot take inputs of shape \(1, 2, 1, 1\): .* more than 1 value .*drop_last"
+        with pytest.raises(LayerError, match=said):
+            trainer.step(torch.randn(1, 2, 4, 4), torch.zeros(1, dtype=torch.long))
+        with pytest.raises(LayerError, match=r"layer 1 \(BatchNorm2d\) cannot .* expected 4D input"):
+            make(Network(nn.Flatten(), nn.BatchNorm2d(2))).step(torch.randn(3, 2), torch.zeros(3, dtype=torch.long))
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_a_layer_that_reads_its_own_parameter_from_a_list(self, method):
+        class Listed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+                self.weights = [self.linear.weight]
+
+            def forward(self, x):
+                return x @ self.weights[0]
+
+        trainer = make(Network(nn.Linear(4, 4), Listed(), nn.Linear(4, 4)), stages=3, method=method)
+
+        def train():
+            for _ in range(6):
+                trainer.step(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
+
+        if method != "ddg":
+            return train()
+        with pytest.raises(LayerError, match=r"layer 1 \(Listed\) reads a parameter of shape \(4, 4\) from elsewhere"):
+            train()
+
+    def test_a_synthesizer_on_a_batch_of_one(self):
+        network = Network(nn.AdaptiveAvgPool2d(1), nn.Conv2d(2, 4, 1), nn.Sequential(nn.Flatten(), nn.Linear(4, 4)))
+        with pytest.raises(
+            ValueError, match=r"dni cannot predict for what layer 2 takes, of shape \(1, 4, 1, 1\): .*batch"
+        ):
+            make(network, stages=[2, 1], method="dni").step(torch.randn(1, 2, 4, 4), torch.zeros(1, dtype=torch.long))
 
     def test_targets_of_another_length_are_refused_and_nothing_is_lost(self):
         trainer = make(mixed_network())

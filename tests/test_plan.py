@@ -23,7 +23,18 @@ from petra import METHODS, Network, ReversibleBlock, ReversibleResidual
 from petra.cli import trial
 from petra.cli.main import main
 from petra.execution import partition, run_together
-from petra.measure import Forecast, Link, MemoryProbe, Profile, Seconds, StageMemory, make_plan, profile, tick_seconds
+from petra.measure import (
+    Forecast,
+    Link,
+    MemoryProbe,
+    Profile,
+    Seconds,
+    StageMemory,
+    Stopwatch,
+    make_plan,
+    profile,
+    tick_seconds,
+)
 from petra.measure.plan import Search
 from petra.schedule import Decoupled, GPipe, Sequential, lock_step, low_staleness
 
@@ -230,6 +241,7 @@ def test_a_profile_leaves_the_network_as_it_was(method):
     assert torch.equal(torch.get_rng_state(), state)
     assert len(found.layers) == 6
     assert all(s.forward > 0 and s.backward > 0 and s.update > 0 for s in found.layers)
+    assert [s.learn > 0 for s in found.layers] == [method == "dni"] * 5 + [False]
 
 
 def test_layers_of_the_last_stage_that_are_not_run_again_have_their_own_price():
@@ -251,8 +263,20 @@ def test_a_stage_costs_the_sum_of_its_layers():
     assert found.stage(range(0, 2)) == Seconds(11, 22, 33)
     assert found.stage(range(0, 3)) == Seconds(13, 15, 17)
     assert Seconds(1, 2, 6).per_tick(3) == 5
+    assert Seconds(1, 2, 6, 4).per_tick(3) == 9
     others = [Profile([s * x for s in found.layers], {1: found.recorded[1] * x}, found.records) for x in (3, 0.5)]
     assert Profile.median([others[0], found, others[1]]) == found
+
+
+def test_a_stopwatch_notes_all_that_a_stage_does():
+    trainer = make(small_network(), method="dni", stages=2, accumulate=2)
+    watches = [Stopwatch(stage) for stage in trainer.stages]
+    for _ in range(4):
+        trainer.step(X, Y)
+    for watch, learned in zip(watches, (4, 0), strict=True):
+        assert [len(x) for x in (watch.forward, watch.backward, watch.update, watch.learn)] == [4, 4, 2, learned]
+        assert watch.total == pytest.approx(sum((*watch.forward, *watch.backward, *watch.update, *watch.learn)))
+        assert len(watch.rounds()) == 2
 
 
 def test_ticks_on_paper():
@@ -262,6 +286,8 @@ def test_ticks_on_paper():
     assert tick_seconds(GPipe(4, 6), range(4), even) == pytest.approx(3 * (6 + 3) / 6)
     # A stage that predicts gradients goes on when it has learned from the true one.
     assert tick_seconds(Decoupled(2), range(2), [Seconds(1, 1, 0), Seconds(1, 5, 0)]) == pytest.approx(1 + 1 + 5)
+    learning = [Seconds(1, 1, 0, 3), Seconds(1, 5, 0)]
+    assert tick_seconds(Decoupled(2, 4), range(2), learning) == pytest.approx(1 + 1 + 5 + 3)  # at every micro-batch
     uneven = [Seconds(1, 2, 0), Seconds(2, 4, 1), Seconds(1, 1, 0), Seconds(0, 1, 0)]
     assert tick_seconds(low_staleness(4), range(4), uneven) == pytest.approx(7)
     assert tick_seconds(low_staleness(4), [0, 0, 1, 1], uneven) == pytest.approx(10)

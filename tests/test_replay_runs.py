@@ -146,6 +146,36 @@ def test_corrections_know_how_late_gradients_are(method, k):
     assert expected == found
 
 
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("tick", [1, 3, 6])
+def test_ddg_notices_writing_into_weights_that_a_graph_needs(k, tick):
+    """Between two updates only: with k = 1 the weights of now have no graph yet, so they may be written into."""
+    torch.manual_seed(0)
+    networks = [conv_network()]
+    networks.append(copy.deepcopy(networks[0]))
+    orders = (("ddg", None), ("delayed", "locked-forward"))
+    trainers = [make(n, method=m, order=o, stages=3, accumulate=k) for n, (m, o) in zip(networks, orders, strict=True)]
+    data = images(10)
+
+    def train(trainer, steps):
+        for m in steps:
+            trainer.step(*data[m])
+
+    for trainer in trainers:
+        train(trainer, range(tick + 1))
+        with torch.no_grad():
+            for parameter in trainer.network.parameters():
+                parameter.mul_(0.5)
+    if k == 1:
+        for trainer in trainers:
+            train(trainer, range(tick + 1, 10))
+            trainer.drain()
+        assert same_weights(*networks)
+        return
+    with pytest.raises(ValueError, match=r"written into between updates, and graphs .* \(of micro-batches .*drain\(\)"):
+        train(trainers[0], range(tick + 1, 10))
+
+
 @pytest.mark.parametrize("method", ["features-replay", "ddg"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_zero_gradients_are_sparse_where_others_are(method, tied):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from statistics import fmean, stdev
 from typing import Any
 
 from plans import PLANS, TABLE_4
-from replay import method_of, paper_says
+from replay import paper_says
 from results import DIVERGED, EVERY_SIGMA, Result, diverged, likeness
 from trials import Trial
 
@@ -26,6 +27,8 @@ PROTOTYPE = {  # accuracy in % of one seed after 30 epochs, by order and correct
     ("lock-step", "predict,spike"): 87.8,
 }
 NOT_RUN = "not run yet"
+EXPLODED = 10 * log(10)
+"""A training loss to be told of: ten times that of guessing among ten classes."""
 BEGINNING = ("0", "1", "2", "3", "all")
 Known = dict[str, Result]
 
@@ -184,7 +187,7 @@ def replay(known: Known) -> str:
         options = trial.options
         backprop = next((t for t in PLANS["replay"] if _is_backprop(t, options["model"], trial.seed)), trial)
         cells = _errors(trial, backprop, known)
-        what = [options["model"], method_of(trial), str(options["stages"]), str(trial.seed)]
+        what = [options["model"], options["method"], str(options["stages"]), str(trial.seed)]
         rows.append([*what, *cells[:3], paper_says(trial), cells[3]])
     header = ["network", "method", "K", "seed", "best test error", "last", "against backprop", "paper, best", "epochs"]
     return markdown(header, rows) + "\n\n" + _sigmas([t for t in PLANS["replay"] if t.watched], known)
@@ -201,6 +204,9 @@ def _errors(trial: Trial, backprop: Trial, known: Known) -> list[str]:
     result = known[trial.name]
     accuracies = result["test_accuracies"]
     epochs = f"{len(accuracies)}/{result['config']['epochs']}"
+    highest = max(result["train_losses"], default=0.0)
+    if highest > EXPLODED:
+        epochs += f", training loss up to {highest:,.0f}"
     best = f"{100 * (1 - max(accuracies)):.2f} %" if accuracies else ""
     if diverged(trial, known):
         return [best, DIVERGED, "", f"{epochs}, {DIVERGED}"]

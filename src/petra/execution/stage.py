@@ -33,7 +33,10 @@ class Diverged(RuntimeError):
 
 
 class NonFiniteLoss(Diverged):
-    """The loss of a micro-batch is NaN or infinite; no weight has been updated with it."""
+    """The loss of a micro-batch is NaN or infinite; no weight has been updated with its gradient.
+
+    Stages that predict their gradients have updated with those before there was a loss.
+    """
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ class Stage:
         """Whether what is done now will be repeated without the host: it may not read numbers or change its own."""
         self._above: dict[int, BackwardMessage] = {}  # gradients of the loss, or predicted
         self._loss_seen = False
+        predicted = index > 0 and method.synthesizer(chain) is not None  # so stages below do not wait for a loss
+        self._if_lost = "stages below were updated by predictions" if predicted else "no weight was updated with it"
 
     @property
     def predicts(self) -> bool:
@@ -167,7 +172,7 @@ class Stage:
             _check_loss(loss, leaf)
             self._loss_seen = True
         if not loss.is_meta and not self.recording:
-            check_finite(loss.detach(), microbatch, self.index, "no weight was updated with it")
+            check_finite(loss.detach(), microbatch, self.index, self._if_lost)
         gradients = vjp((loss,), leaf, [], (torch.full_like(loss, weight),)).gradients
         streams = outputs if self.needs_outputs else None
         self._above[microbatch] = BackwardMessage(streams, gradients)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
+from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -22,11 +23,12 @@ from petra.reversible.streams import Streams, channels_last
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one forward, one backward and one update."""
+    """Of one forward, one backward, one update, and of one step of what predicts gradients."""
 
     forward: float = 0.0
     backward: float = 0.0
     update: float = 0.0
+    learn: float = 0.0
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -36,7 +38,7 @@ class Seconds:
 
     def per_tick(self, accumulate: int) -> float:
         """Of a tick on average, with an update every ``accumulate`` micro-batches."""
-        return self.forward + self.backward + self.update / accumulate
+        return self.forward + self.backward + self.learn + self.update / accumulate
 
 
 @dataclass(frozen=True)
@@ -88,21 +90,22 @@ class Stopwatch:
         self.forward: list[float] = []
         self.backward: list[float] = []
         self.update: list[float] = []
+        self.learn: list[float] = []
         self._device = stage.chain.settings.device
-        for name in ("forward", "backward", "update"):
+        for name in ("forward", "backward", "update", "learn"):
             setattr(stage, name, self._timed(getattr(stage, name), getattr(self, name)))
-        setattr(stage, "learn", self._timed(stage.learn, self.update, join=True))  # noqa: B010
         # The loss belongs to the forward of the last stage, which has just been noted.
         setattr(stage, "finish", self._timed(stage.finish, self.forward, join=True))  # noqa: B010
 
     @property
     def total(self) -> float:
         """All seconds so far."""
-        return sum(self.forward) + sum(self.backward) + sum(self.update)
+        return sum(self.forward) + sum(self.backward) + sum(self.update) + sum(self.learn)
 
     def rounds(self) -> list[Seconds]:
-        """Of each forward, backward and update, as long as there are all three."""
-        return [Seconds(*round) for round in zip(self.forward, self.backward, self.update, strict=False)]
+        """Of each forward, backward and update, as long as there are all three, with each `learn` if there are any."""
+        learn = self.learn or repeat(0.0)
+        return [Seconds(*round) for round in zip(self.forward, self.backward, self.update, learn, strict=False)]
 
     def _timed(self, work: Callable[..., Any], seconds: list[float], join: bool = False) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:

@@ -47,8 +47,8 @@ def tick_seconds(
         for action in (action for phase in order.tick(tick, tick + 1) for action in phase):
             stage, kind, m = action.stage, action.kind, action.microbatch
             rank, seconds = placement[stage], stages[stage]
-            if kind is Kind.LEARN:  # its seconds are among those of the update, but it has to wait for its message
-                clock[rank] = max(clock[rank], arrivals.pop((stage, Kind.BACKWARD, m)))
+            if kind is Kind.LEARN:
+                clock[rank] = max(clock[rank], arrivals.pop((stage, Kind.BACKWARD, m))) + seconds.learn
                 continue
             start = max(clock[rank], arrivals.pop((stage, kind, m), 0.0))
             if kind is Kind.FORWARD:

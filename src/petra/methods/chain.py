@@ -93,6 +93,7 @@ class Chain:
         self._stateful = [m for m in self.modules() if m._buffers and m not in self._norms]
         self._changed: set[nn.Module] = set()
         self._looked_at: set[Segment] = set()
+        self._replaced: set[int] = set()  # parameters that others take the place of for now, by their id
         self.draws = True
         """Whether random numbers are set for every evaluation; without need where nothing draws any."""
         self.watching = False
@@ -159,6 +160,12 @@ class Chain:
                 self._seed(part.key, microbatch)
                 streams = part(streams)
                 found = None if reach is None else reach.foreign(streams)
+                if found is not None and id(found) in self._replaced:
+                    raise LayerError(
+                        f"{part.name} reads a parameter of shape {tuple(found.shape)} from elsewhere than its module, "
+                        "like a list, so that a graph that waits could not keep its value: read it as an attribute of "
+                        "the module, or choose delayed"
+                    )
                 if found is not None:
                     raise LayerError(unreached(part.name, found, self._called(found)))
         self._looked_at.add(segment)
@@ -230,9 +237,11 @@ class Chain:
             aliases = {p: nn.Parameter(p.data, p.requires_grad) for p in self.parameters()}
         for places, parameters in own:
             places.update({name: aliases[p] for name, p in parameters.items() if p is not None})
+        self._replaced = {id(p) for p in aliases}
         try:
             yield aliases
         finally:
+            self._replaced = set()
             for places, parameters in own:
                 places.update(parameters)
 

@@ -44,12 +44,14 @@ class Part:
         try:
             what = self.what
             outputs = what.forward(streams) if isinstance(what, Coupling) else as_streams(what(*streams))
-        except (RuntimeError, TypeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+        except (RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError | LayerError):
                 raise
             if "in-place operation" in str(error):
                 raise LayerError(in_place) from error
             why = first_line(error)
+            if why.startswith("Expected more than 1 value per channel"):
+                why += "; batch norm cannot train on a batch of one: leave such a last one out (drop_last)"
             shapes = ", ".join(str(tuple(x.shape)) + _unusual(x.dtype) for x in streams)
             raise LayerError(f"{self.name} cannot take inputs of shape {shapes}: {why}") from error
         if versions != [version_of(x) for x in streams]:

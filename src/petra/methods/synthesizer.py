@@ -55,6 +55,11 @@ class Synthesizer:
                 "tokens N×T×C and vectors N×C; cut the network elsewhere, or choose features-replay"
             )
         features = torch.cat(floating, _channels(maps)) if len(floating) > 1 else floating[0]
+        if maps and features.numel() == features.shape[1]:
+            raise ValueError(
+                f"dni cannot predict for what layer {self.above} takes, of shape {tuple(features.shape)}: its "
+                "synthesizer has batch norm, which cannot train on a batch of one: leave such a one out (drop_last)"
+            )
         if self.network is None:
             self._make(features.shape[_channels(maps)], maps, features.device, features.dtype)
         assert self.network is not None
