@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from plans import PLANS, TABLE_4
+from replay import method_of
 from results import EVERY_SIGMA, diverged, likeness, records
 from tables import Known, groups, values
 from trials import Trial
@@ -48,7 +49,7 @@ def _replay(known: Known, folder: Path) -> list[str]:
 
 def _of_modules(trial: Trial, known: Known) -> Curves:
     result = known[trial.name]
-    name = f"{trial.options['method']}, K = {trial.options['stages']}"
+    name = f"{method_of(trial)}, K = {trial.options['stages']}"
     name += ", diverged" if diverged(trial, known) else ""
     return Curves(name, records(result), likeness(result) if trial.watched else [])
 

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from plans import PLANS, TABLE_4
-from replay import paper_says
+from replay import method_of, paper_says
 from results import DIVERGED, EVERY_SIGMA, Result, diverged, likeness
 from trials import Trial
 
@@ -187,7 +187,7 @@ def replay(known: Known) -> str:
         options = trial.options
         backprop = next((t for t in PLANS["replay"] if _is_backprop(t, options["model"], trial.seed)), trial)
         cells = _errors(trial, backprop, known)
-        what = [options["model"], options["method"], str(options["stages"]), str(trial.seed)]
+        what = [options["model"], method_of(trial), str(options["stages"]), str(trial.seed)]
         rows.append([*what, *cells[:3], paper_says(trial), cells[3]])
     header = ["network", "method", "K", "seed", "best test error", "last", "against backprop", "paper, best", "epochs"]
     return markdown(header, rows) + "\n\n" + _sigmas([t for t in PLANS["replay"] if t.watched], known)
