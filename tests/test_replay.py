@@ -181,6 +181,29 @@ def test_what_they_have_in_common_with_pipelined_methods(k):
     assert not same_weights(weights["features-replay"], weights["pipelined"])  # weight decay before the first gradient
 
 
+def test_in_flight_delayed_differs_from_ddg_by_running_statistics_alone():
+    torch.manual_seed(0)
+    network = conv_network()
+    ddg, delayed = (
+        make(copy.deepcopy(network), method=method, stages=4, order=order)
+        for method, order in (("ddg", None), ("delayed", "locked-forward"))
+    )
+
+    def moments():
+        pairs = zip(ddg.network.named_buffers(), delayed.network.named_buffers(), strict=True)
+        return [torch.equal(a, b) for (name, a), (_, b) in pairs if "running" in name]
+
+    for x, y in images(7):
+        ddg.step(x, y)
+        delayed.step(x, y)
+    assert all(map(torch.equal, ddg.network.parameters(), delayed.network.parameters()))
+    assert not any(moments())
+    for trainer in (ddg, delayed):
+        trainer.drain()
+    assert all(moments())
+    assert same_weights(ddg.network, delayed.network)
+
+
 def test_a_graph_of_predicted_weights_outlives_the_prediction():
     torch.manual_seed(0)
     network, weights = conv_network(), []
