@@ -1,5 +1,7 @@
 # make demo   trains a RevNet with PETRA and with reversible backprop, and compares them
-# make test   runs the tests
+# make test   runs all tests
+# make test-fast   runs those that a contributor runs after each change, in about a minute
+# make docs   builds the documentation into site/
 # make lint   checks style and types
 # Each of them first sets up .venv, once; nothing else has to be installed by hand.
 
@@ -9,7 +11,7 @@ BIN := $(VENV)/bin
 # What is imported is compiled once, then, and not all that is installed.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test test-fast docs pictures lint format clean
 
 setup: $(VENV)/ready
 
@@ -26,6 +28,17 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
+test-fast: setup
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow"
+
+# Warnings are errors: broken links, missing pages, docstrings that do not match their signatures.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The pictures of the documentation, drawn again by Petra's own commands.
+pictures: setup
+	$(BIN)/python docs/pictures.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,4 +49,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,46 +1,62 @@
-"""Petra trains reversible neural networks in parallel."""
+"""Petra trains reversible neural networks in parallel.
 
-from petra import models
-from petra.conversion import ConversionReport, conversion_report, make_reversible
-from petra.execution import Finished, NonFiniteLoss
-from petra.methods import METHODS, LayerError, Method
-from petra.reversible import (
-    Additive,
-    Affine,
-    FixedPoint,
-    InjectiveStem,
-    Invertibility,
-    InvertibleDownsampling,
-    Network,
-    ReversibleBlock,
-    ReversibleLayer,
-    ReversibleResidual,
-    check_invertible,
-    pareprop,
-    plain_autograd,
-)
-from petra.training import Evaluation, Trainer, load
+The names of `petra.__all__` are imported on first use, so that `import petra` and `petra --help` do not wait for
+PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from petra import models
+    from petra.conversion import ConversionReport, conversion_report, make_reversible
+    from petra.distributed import JobFailed, LostRank
+    from petra.methods import METHODS, LayerError, Method
+    from petra.pipeline import Diverged, MicrobatchResult, NonFiniteLoss
+    from petra.reversible import (
+        AdditiveCoupling,
+        AffineCoupling,
+        FixedPointCoupling,
+        InjectiveStem,
+        Invertibility,
+        InvertibleDownsampling,
+        Network,
+        ReversibleBlock,
+        ReversibleLayer,
+        ReversibleResidual,
+        check_invertible,
+        pareprop,
+        plain_autograd,
+    )
+    from petra.runs import load
+    from petra.schedule import Deadlock, ScheduleError
+    from petra.trainer import Evaluation, Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
-    "Additive",
-    "Affine",
+    "AdditiveCoupling",
+    "AffineCoupling",
     "ConversionReport",
+    "Deadlock",
+    "Diverged",
     "Evaluation",
-    "Finished",
-    "FixedPoint",
+    "FixedPointCoupling",
     "InjectiveStem",
     "Invertibility",
     "InvertibleDownsampling",
+    "JobFailed",
     "LayerError",
+    "LostRank",
     "Method",
+    "MicrobatchResult",
     "Network",
     "NonFiniteLoss",
     "ReversibleBlock",
     "ReversibleLayer",
     "ReversibleResidual",
+    "ScheduleError",
     "Trainer",
     "__version__",
     "check_invertible",
@@ -51,3 +67,30 @@ __all__ = [
     "pareprop",
     "plain_autograd",
 ]
+
+_PACKAGES = {
+    "conversion": ("ConversionReport", "conversion_report", "make_reversible"),
+    "distributed": ("JobFailed", "LostRank"),
+    "methods": ("METHODS", "LayerError", "Method"),
+    "pipeline": ("Diverged", "MicrobatchResult", "NonFiniteLoss"),
+    "runs": ("load",),
+    "schedule": ("Deadlock", "ScheduleError"),
+    "trainer": ("Evaluation", "Trainer"),
+}
+"""The packages that define the names above; the others are in `petra.reversible`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "models":
+        return import_module("petra.models")
+    package = next((package for package, names in _PACKAGES.items() if name in names), "reversible")
+    value = getattr(import_module(f"{__name__}.{package}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

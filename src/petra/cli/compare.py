@@ -1,139 +1,149 @@
-"""`petra compare`: several methods on the same network, data and seed, side by side."""
+"""`petra compare`: trains with several methods on the same network, data and seed."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from petra import methods
-from petra.cli.options import (
-    add_run_options,
-    given,
-    refuse_capture,
-    refuse_processes,
-    refuse_unused,
-    reporting,
-    set_up_device,
-)
-from petra.cli.plot import read
-from petra.execution import Diverged
+from petra.cli.device import reject_cuda_graph, reject_processes, set_up_device
+from petra.cli.options import WHERE, add_options, add_run_options, given, reject_unused, reporting
+from petra.cli.plot import read_curves
+from petra.formatting import mebibytes, render
 from petra.measure.run_figure import check_plots, draw_runs
-from petra.tables import mebibytes, render
-from petra.training import checkpoint
-from petra.training.config import RunConfig
-from petra.training.files import CHECKPOINTS, CONFIG, refuse_file, refuse_to_overwrite
-from petra.training.run import Run
-from petra.training.weights import check_weights
+from petra.pipeline import Diverged
+from petra.runs import checkpoint
+from petra.runs.config import RunConfig
+from petra.runs.option_fields import option
+from petra.runs.run import Run
+from petra.runs.run_folder import CHECKPOINTS, CONFIG, check_no_run, check_not_file
+from petra.runs.run_options import TRAINING
+from petra.runs.weight_files import check_weights
 
 DIVERGED = "diverged"
-"""In the table, and in comparison.json the name of what a method said that did."""
+"""Marks a diverged method in the table; key of its error in comparison.json."""
+
+
+@dataclass(kw_only=True)
+class CompareOptions:
+    """The methods to compare, and where to write the comparison."""
+
+    methods: tuple[str, ...] = option(
+        ("reversible", "petra"),
+        help="training methods; `petra methods` lists them",
+        group=TRAINING,
+        metavar="NAME",
+        parse=str,
+        default_text="reversible petra",
+        keywords={"nargs": "+"},
+    )
+    out: Path = option(Path("runs/compare"), help="folder of the comparison", group=WHERE, metavar="FOLDER")
+    resume: bool = option(
+        False,
+        help="continue the comparison in --out; methods that have finished are not trained again",
+        group=WHERE,
+        exclusive="existing run",
+    )
+    overwrite: bool = option(
+        False, help="replace the runs of an earlier comparison", group=WHERE, exclusive="existing run"
+    )
+    plot: bool = option(False, help="draw loss against epochs and seconds into comparison.png in --out", group=WHERE)
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "compare",
-        help="train with several methods and compare them",
         description="Trains the same network on the same data and seed with several methods, and prints a table. "
-        "One that diverges is in it as such; the others go on.",
+        "If one of them diverges, the table says so, and the others continue.",
         epilog="Example: petra compare --recipe digits --methods backprop reversible petra delayed",
     )
     add_run_options(parser, with_method=False)
-    parser.add_argument(
-        "--methods", nargs="+", metavar="NAME", default=["reversible", "petra"], help="default: reversible petra"
-    )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("runs/compare"), help="default %(default)s")
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--resume", action="store_true", help="go on with the comparison in --out: what has finished is not run again"
-    )
-    existing.add_argument("--overwrite", action="store_true", help="replace the runs of an earlier comparison")
-    parser.add_argument(
-        "--plot", action="store_true", help="draw losses against epochs and seconds into comparison.png in --out"
-    )
+    add_options(parser, CompareOptions)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train with each method, then print and write the table, and draw the figure if asked for."""
+    """Train with each method; print, write and draw the comparison."""
     if options.plot:
         check_plots()
-    refuse_processes("methods are compared in one process")
-    refuse_file(options.out)
+    reject_processes("methods are compared in one process")
+    check_not_file(options.out)
     asked = given(options)
     if options.resume and options.recipe is None and "model" not in asked:
         raise ValueError(
-            "--resume needs the options of the comparison, for each method is held against them: "
+            "--resume needs the options of the comparison, because each method is compared with them: "
             "give --recipe or --model and the others as before"
         )
     names = list(dict.fromkeys(name for text in options.methods for name in text.split(",")))
-    refuse_unused(options, names)
+    reject_unused(options, names)
     configs = []
     for name in names:
         method = methods.find(name)
-        others: dict[str, Any] = {} if method.pipelined else {"order": None}
+        others: dict[str, Any] = {} if method.pipelined else {"schedule": None}
         if not method.stale:
             others["corrections"] = ()
         configs.append(RunConfig.from_options(options.recipe, {**asked, "method": name, **others}))
         configs[-1].validate()
         if options.resume:
-            _refuse_another(configs[-1], options.out / name)
+            _check_same(configs[-1], options.out / name)
         elif not options.overwrite:
-            refuse_to_overwrite(options.out / name, "--resume to go on, --overwrite to replace it")
-        if not (options.resume and (options.out / name / CHECKPOINTS).exists()):  # which has weights of its own
-            check_weights(configs[-1].weights, options.out / name)
-    refuse_capture(options)
+            check_no_run(options.out / name, "--resume to continue it, --overwrite to replace it")
+        if not (options.resume and (options.out / name / CHECKPOINTS).exists()):  # else it continues from there
+            check_weights(configs[-1].init_from, options.out / name)
+    reject_cuda_graph(options)
     device = set_up_device(options)
     data = configs[0].load_data()
     summaries: list[dict[str, Any]] = []
     lost: dict[str, str] = {}
     for config in configs:
         folder = options.out / config.method
-        how = {"overwrite": options.overwrite, "resume": options.resume, "device": device, "data": data}
-        job = Run(config, folder, **how, **reporting(options))
+        arguments = {"overwrite": options.overwrite, "resume": options.resume, "device": device, "data": data}
+        training = Run(config, folder, **arguments, **reporting(options))
         try:
-            summaries.append(job())
-        except Diverged as error:  # which is a result, and says nothing of the others
+            summaries.append(training())
+        except Diverged as error:  # a result like others
             lost[config.method] = str(error)
-            layout = job.trainer.layout
-            kept = {"method": config.method, "stages": layout["stages"], "order": layout["order"]}
-            summaries.append({**kept, DIVERGED: str(error)})
+            layout = training.trainer.layout
+            described = {"method": config.method, "stages": layout["stages"], "schedule": layout["schedule"]}
+            summaries.append({**described, DIVERGED: str(error)})
     checkpoint.write_json(options.out / "comparison.json", summaries)
     if options.plot:
-        called = {name: f"{name}, {DIVERGED}" if name in lost else name for name in names}
-        draw_runs([read(options.out / name, called[name]) for name in names], options.out / "comparison.png")
+        labels = {name: f"{name}, {DIVERGED}" if name in lost else name for name in names}
+        draw_runs([read_curves(options.out / name, labels[name]) for name in names], options.out / "comparison.png")
     sys.stderr.flush()
     print(table(summaries), flush=True)
     if lost:
-        raise Diverged(f"{' and '.join(lost)} {DIVERGED}: {next(iter(lost.values()))}")
+        reason = next(iter(lost.values())).removeprefix("training diverged: ")
+        raise Diverged(f"{' and '.join(lost)} {DIVERGED}: {reason}")
 
 
-def _refuse_another(config: RunConfig, folder: Path) -> None:
-    """Raise ValueError if there is a run in the folder that was asked for in another way."""
+def _check_same(config: RunConfig, folder: Path) -> None:
+    """Raise ValueError if the folder holds a run with other options."""
     if not (folder / CONFIG).exists():
         return
     written = RunConfig.read(folder / CONFIG).to_json()
     for name, value in config.to_json().items():
-        if written.get(name) != value:
+        if written[name] != value:
             raise ValueError(
-                f"the run in {folder} has {name} {written.get(name)}, not {value}: give the same options, "
-                "or another --out"
+                f"the run in {folder} has {name} {written[name]}, not {value}: give the same options, or another --out"
             )
 
 
 def table(summaries: list[dict[str, Any]]) -> str:
-    """A row a method."""
+    """Return the comparison as a table with one row per method."""
     return render(
-        ["method", "stages", "order", "test accuracy", "samples/s", "peak activation memory", "stashed weights"],
+        ["method", "stages", "schedule", "test accuracy", "samples/s", "peak activation memory", "stashed weights"],
         [
-            [s["method"], len(s["stages"]), s["order"], DIVERGED, "", "", ""]
+            [s["method"], len(s["stages"]), s["schedule"], DIVERGED, "", "", ""]
             if DIVERGED in s
             else [
                 s["method"],
                 len(s["stages"]),
-                s["order"],
+                s["schedule"],
                 f"{s['test_accuracy']:.2%}",
                 f"{s['samples_per_second']:.0f}",
                 mebibytes(s["activation_peak_bytes"]),

@@ -1,41 +1,57 @@
-"""`petra evaluate`: the network of a finished run on test data."""
+"""`petra evaluate`: tests the network of a finished run."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from petra.cli.options import add_device_options, set_up_device
-from petra.training.evaluation import evaluate_run
+from petra.cli.device import set_up_device
+from petra.cli.options import DeviceOptions, add_options
+from petra.runs.option_fields import check_values, like, option
+from petra.runs.run_evaluation import evaluate_run
+from petra.runs.run_options import RunOptions
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions(DeviceOptions):
+    """The options of `petra evaluate`."""
+
+    folder: Path = option(help="folder of `petra train`", metavar="FOLDER", positional=True)
+    data: str | None = like(
+        RunOptions,
+        "data",
+        default=None,
+        help="other data, as for `petra train`",
+        group=None,
+        default_text="that of the run",
+    )
+    batch_size: int | None = like(
+        RunOptions, "batch_size", default=None, help="samples in a batch", group=None, default_text="as in the run"
+    )
+    autocast: str | None = like(
+        RunOptions, "autocast", group=None, choices=("bf16", "float32"), default_text="that of the run"
+    )
+    json: bool = option(False, help="print JSON")
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "evaluate",
-        help="test the network of a run",
         description="Prints test loss and accuracy of the network that a run has trained, on the test part of its data "
-        "or of other data of the same kind, which is normalised, or spelled with the vocabulary, as in training.",
+        "or of other data of the same kind, which is normalised or encoded as in training.",
         epilog="Example: petra evaluate runs/digits --json",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of `petra train`")
-    parser.add_argument("--data", metavar="SPEC", help="other data, as for `petra train` (default: that of the run)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="samples at once (default: as in the run)")
-    parser.add_argument(
-        "--autocast", choices=("bf16", "float32"), help="precision of residual functions (default: that of the run)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_device_options(parser)
+    add_options(parser, EvaluateOptions)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Evaluate, and print what came out."""
-    if options.batch_size is not None and options.batch_size < 1:
-        raise ValueError(f"--batch-size is {options.batch_size}: give 1 or more")
+    """Evaluate, and print the result."""
+    check_values(EvaluateOptions, vars(options))
     device = set_up_device(options)
     score = evaluate_run(
         options.folder, data=options.data, device=device, batch_size=options.batch_size, autocast=options.autocast

@@ -1,61 +1,59 @@
-"""`petra generate`: text from a language model that a run has trained."""
+"""`petra generate`: writes text with the language model of a finished run."""
 
 from __future__ import annotations
 
 import argparse
-from math import isfinite
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from petra.cli.options import add_device_options, set_up_device
-from petra.training.data.text import encode_characters
-from petra.training.files import refuse_unfinished
-from petra.training.fitting import accepted, task
-from petra.training.generation import generate
-from petra.training.trained import Blueprint, load, read_vocabulary
+from petra.cli.device import set_up_device
+from petra.cli.options import DeviceOptions, add_options
+from petra.data.text import encode_characters
+from petra.models.registry import task
+from petra.runs.generation import generate
+from petra.runs.model_arguments import accepted
+from petra.runs.option_fields import check_values, like, option
+from petra.runs.run_folder import check_finished
+from petra.runs.run_options import RunOptions
+from petra.runs.trained_network import NetworkSpec, load, read_vocabulary
+
+
+@dataclass(kw_only=True)
+class GenerateOptions(DeviceOptions):
+    """The options of `petra generate`."""
+
+    folder: Path = option(help="folder of `petra train --data text:FILE`", metavar="FOLDER", positional=True)
+    prompt: str = option("", help="start of the text", metavar="TEXT", default_text="a new line")
+    max_new_tokens: int = option(500, help="characters, or bytes, to write", metavar="N", minimum=1)
+    temperature: float = option(
+        1.0, help="below 1 for likelier text; 0 always takes the likeliest token", metavar="T", minimum=0
+    )
+    seed: int = like(RunOptions, "seed", help="seed of the random choices", group=None)
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "generate",
-        help="write text with the language model of a run",
-        description="Prints a text that the language model of a run goes on with, character by character (or byte by "
-        "byte, for a run on bytes:FILE).",
-        epilog="Example: petra generate runs/shakespeare --prompt 'ROMEO:' --length 300 --temperature 0.8",
+        description="Prints a text that the language model of a run writes, character by character (or byte by byte, "
+        "for a run on bytes:FILE).",
+        epilog="Example: petra generate runs/shakespeare --prompt 'ROMEO:' --max-new-tokens 300 --temperature 0.8",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of `petra train --data text:FILE`")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with (default: a new line)")
-    parser.add_argument(
-        "--length", type=int, default=500, metavar="N", help="characters, or bytes, to write (default %(default)s)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="less than 1 is more careful, 0 always takes the likeliest (default %(default)g)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default %(default)s)")
-    add_device_options(parser)
+    add_options(parser, GenerateOptions)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the prompt and what comes after it."""
-    if options.length < 1:
-        raise ValueError(f"--length is {options.length}: give 1 or more")
-    if not (isfinite(options.temperature) and options.temperature >= 0):
-        raise ValueError(f"--temperature is {options.temperature}: give 0 or more")
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed is {options.seed}: give 0 or more, and less than 2^63")
+    """Print the prompt and its continuation."""
+    check_values(GenerateOptions, vars(options))
     device = set_up_device(options)
-    refuse_unfinished(options.folder)
-    blueprint = Blueprint.read(options.folder)
-    takes = accepted(blueprint.model)
+    check_finished(options.folder)
+    spec = NetworkSpec.read(options.folder)
+    takes = accepted(spec.model)
     if "vocab_size" not in takes or "num_classes" in takes:
         raise ValueError(
-            f"{blueprint.model} in {options.folder} is for {task(takes)}, and writes no text: give the folder of a "
+            f"{spec.model} in {options.folder} is for {task(takes)}, not for writing text: give the folder of a "
             "language model, like rev-gpt"
         )
     vocabulary = read_vocabulary(options.folder)
@@ -63,8 +61,8 @@ def run(options: argparse.Namespace) -> None:
     written = generate(
         load(options.folder, device),
         prompt or [_start(vocabulary)],
-        options.length,
-        context=blueprint.arguments["length"],
+        options.max_new_tokens,
+        context=spec.arguments["seq_len"],
         entries=len(vocabulary) or 256,
         temperature=options.temperature,
         seed=options.seed,
@@ -85,7 +83,7 @@ def _decode(tokens: list[int], vocabulary: tuple[str, ...]) -> str:
 
 
 def _start(vocabulary: tuple[str, ...]) -> int:
-    """What stands before a text that has no prompt."""
+    """The token before a text without a prompt."""
     if not vocabulary:
         return ord("\n")
     return vocabulary.index("\n") if "\n" in vocabulary else 0

@@ -2,120 +2,97 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Sequence
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, NoReturn
 
-import petra
-from petra.cli import compare, evaluate, fidelity, generate, lists, memory, plan, plot, schedule, train
-from petra.execution import Diverged
-from petra.execution.job import JobFailed, Spoken, first, job_name, met, processes
-from petra.names import unknown
-from petra.training.run import Interrupted
+from petra.cli.parser import build_parser
 
 PATIENCE = 10.0
-"""Seconds that the first process has to say what all of them have run into."""
+"""Seconds that the first process has to report an error that all processes found."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+def main(arguments: Sequence[str] | None = None, *, module: str = "petra") -> int:
+    """Run one command.
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if action.type is Path and not arg_string:  # a variable of the shell that is not set, which would be "here"
-            raise argparse.ArgumentError(action, "expected a path, not an empty one")
-        return super()._get_value(action, arg_string)
+    Args:
+        arguments: The arguments after `petra`; None means those of the process.
+        module: The module that `petra train --ranks N` starts its processes with. A program that registers networks
+            and then calls this function gives its own module, so that the ranks register them as well.
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            kind = action.metavar.lower() if isinstance(action.metavar, str) else "choice"
-            raise argparse.ArgumentError(action, str(unknown(kind, str(value), map(str, action.choices))))
-
-
-class _Command(_Parser):
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what is not known here, for the parser of all commands would point to its own help."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            known = [name.lstrip("-") for name in self._option_string_actions]
-            close = get_close_matches(rest[0].partition("=")[0].lstrip("-"), known, n=1, cutoff=0.75)
-            hint = f": did you mean --{close[0]}?" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return found, rest
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    parser = _Parser(
-        prog="petra",
-        description="Trains reversible neural networks in parallel, and compares the ways to do it.",
-        epilog="Every command explains itself: petra train --help. PETRA_TRACEBACK=1 shows where an error came from.",
-    )
-    parser.add_argument("--version", action="version", version=f"petra {petra.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
-    for command in (train, evaluate, generate, compare, fidelity, plot, memory, plan, schedule, lists):
-        command.add_to(commands)
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    options = build_parser().parse_args(arguments)
-    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    options = parser.parse_args(arguments)
+    options.arguments, options.module = arguments, module
     try:
         code = options.run(options)
         sys.stdout.flush()
         return int(code or 0)
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         return _fail(error, 2)
-    except (Diverged, JobFailed) as error:
-        return _fail(error, 1)
-    except Spoken as elsewhere:
-        return _leave(elsewhere.code)
-    except (Interrupted, KeyboardInterrupt) as stopped:
-        return _fail(stopped, 130, "")
-    except Exception as error:
-        return _fail(error, 1, f"error: {type(error).__name__}: ")
-    return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return _fail_while_running(error)
 
 
-def _fail(error: BaseException, code: int, word: str = "error: ") -> int:
+def _fail_while_running(error: BaseException) -> int:
+    # Imported here, because these modules import PyTorch.
+    from petra.distributed.job import JobFailed, ReportedElsewhere
+    from petra.pipeline import Diverged
+    from petra.runs.interrupts import Interrupted
+
+    if isinstance(error, ReportedElsewhere):
+        return _leave(error.code)
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return _fail(error, 130, "")
+    return _fail(error, 1, "error: " if isinstance(error, Diverged | JobFailed) else f"error: {type(error).__name__}: ")
+
+
+def _fail(error: BaseException, code: int, prefix: str = "error: ") -> int:
     if os.environ.get("PETRA_TRACEBACK"):
         raise error
+    from petra.distributed.job import has_joined, is_first_process
+
     text = next(iter(str(error).splitlines()), "stopped")
-    # Before they meet, all processes find the same fault.
-    if _alone() or met() or first() or (code != 130 and _outlives_the_first()):
-        print(f"petra: {word}{text}", file=sys.stderr)
+    # Before the processes have met, all of them find the same error.
+    if _single_process() or has_joined() or is_first_process() or (code != 130 and _first_process_survives()):
+        print(f"petra: {prefix}{text}", file=sys.stderr)
     return _leave(code)
 
 
-def _outlives_the_first() -> bool:
-    """Whether the first process has not failed too: if it does, torchrun ends this one while it waits.
+def _first_process_survives() -> bool:
+    """Wait for the first process to report; if it fails, torchrun terminates this process.
 
-    Were this one to leave first, torchrun would end the other before it could say why.
+    If this process exited first, torchrun would terminate the first process before it could report.
     """
+    from petra.distributed.job import job_name
+
     if job_name() is None:
         return False
     time.sleep(PATIENCE)
     return True
 
 
-def _alone() -> bool:
+def _single_process() -> bool:
+    from petra.distributed.job import world_size
+
     try:
-        return processes() == 1
+        return world_size() == 1
     except ValueError:
         return True
 
 
 def _leave(code: int) -> int:
-    if not _alone():  # connections to ranks that are gone would keep the interpreter from ending
+    if not _single_process():  # connections to ranks that are gone would keep the interpreter from ending
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,267 +1,255 @@
-"""Options that several commands share."""
+"""The command-line options that commands share, generated from dataclass fields.
+
+`petra.runs.option_fields` defines the metadata of a field. The argparse options are generated here, because tyro and
+jsonargparse, which also turn dataclasses into options, do not give one-line errors with limits and suggestions.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from petra.cli.device import set_up_device
+from petra.methods import find
+from petra.runs.config import RunConfig
+from petra.runs.option_fields import (
+    check_values,
+    flag_of,
+    option,
+    options_of,
+    parser_of,
+    schedule_option,
+    setting,
+    spell,
+    value_type,
+    whole_numbers,
+)
+from petra.runs.recipes import RECIPES
+from petra.runs.run_options import CHECKPOINTS, MODEL, PROCESSES, TRAINING
 
-from petra.corrections import CORRECTIONS, choose
-from petra.execution.job import processes
-from petra.methods import METHODS, find
-from petra.training.curves import SCHEDULES
-from petra.training.optimizers import OPTIMIZERS
-from petra.training.recipes import RECIPES
+__all__ = [
+    "add_checkpoint_options",
+    "add_options",
+    "add_run_options",
+    "given",
+    "model_options",
+    "schedule_option",
+    "set_up_device",
+    "spell_options",
+]
 
-
-def whole_numbers(text: str) -> int | list[int]:
-    """``4`` or ``3,3,2,2``."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, nor several apart by commas") from None
-    return numbers if "," in text else numbers[0]
-
-
-def order_option(text: str) -> str | list[int]:
-    """A name, or numbers in flight."""
-    if set(text) <= set("0123456789,-"):
-        numbers = whole_numbers(text)
-        return numbers if isinstance(numbers, list) else [numbers]
-    return text
-
-
-def fractions(text: str) -> tuple[float, ...]:
-    """``0.5,0.75``."""
-    try:
-        return tuple(float(part) for part in text.split(",") if part)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of fractions like 0.5,0.75") from None
+WHERE = "device and output"
 
 
-def correction_names(text: str) -> tuple[str, ...]:
-    """``predict,shrink:0.9``, each with its parameter."""
-    try:
-        return tuple(str(correction) for correction in choose(part for part in text.split(",") if part))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+@dataclass(kw_only=True)
+class RecipeOption:
+    """Where a `RunConfig` starts from."""
 
-
-def setting(text: str) -> tuple[str, Any]:
-    """``drop_path=0.1``: a name and a number, a list of numbers, true, false or a word."""
-    name, equals, value = text.partition("=")
-    if not (equals and name.isidentifier() and value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, like window=4")
-    return name, _value(value)
-
-
-def _value(text: str) -> Any:
-    if "," in text:
-        return [_value(part) for part in text.split(",") if part]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def add_model_options(what: Any) -> None:
-    """The options that change a network; `model_options` reads them."""
-    what.add_argument("--width", type=int, help="channels of the first group of blocks, or of a transformer")
-    what.add_argument("--depth", type=int, help="blocks of a transformer")
-    what.add_argument("--depths", type=whole_numbers, metavar="N,N,…", help="blocks in each group")
-    what.add_argument("--heads", type=whole_numbers, metavar="N", help="attention heads, or those of each group")
-    what.add_argument("--patch", type=int, help="side of the patches that a vision transformer cuts images into")
-    what.add_argument("--dropout", type=float, help="of a transformer")
-    what.add_argument("--stem", choices=("cifar", "imagenet"), help="first layer: 3×3, or 7×7 with pooling")
-    what.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other argument of the network, like --set window=4; may be given more than once",
+    recipe: str | None = option(
+        None,
+        help=f"start from named settings, which other options override: {', '.join(RECIPES)}",
+        group=MODEL,
+        metavar="NAME",
+        default_text="none",
     )
+
+
+@dataclass(kw_only=True)
+class NetworkOptions:
+    """Arguments of the network."""
+
+    width: int | None = option(
+        None, help="channels of the first group of blocks, or of a transformer", group=MODEL, metavar="N"
+    )
+    depth: int | None = option(None, help="blocks of a transformer", group=MODEL, metavar="N")
+    depths: list[int] | None = option(
+        None, help="blocks in each group", group=MODEL, metavar="N,N,…", parse=whole_numbers
+    )
+    heads: int | list[int] | None = option(
+        None, help="attention heads, or those of each group", group=MODEL, metavar="N", parse=whole_numbers
+    )
+    patch: int | None = option(None, help="side of the patches of a vision transformer", group=MODEL, metavar="N")
+    dropout: float | None = option(None, help="dropout of a transformer", group=MODEL)
+    stem: str | None = option(
+        None, help="first layer: 3×3, or 7×7 with pooling", group=MODEL, choices=("cifar", "imagenet")
+    )
+    set: list[tuple[str, Any]] | None = option(
+        None,
+        help="any other argument of the network, like --set window=4; may be given more than once",
+        group=MODEL,
+        metavar="NAME=VALUE",
+        parse=setting,
+        keywords={"action": "append"},
+    )
+
+
+@dataclass(kw_only=True)
+class DeviceOptions:
+    """Where to compute; `set_up_device` reads them."""
+
+    device: str | None = option(
+        None,
+        help="cpu, cuda or cuda:0",
+        group=WHERE,
+        metavar="NAME",
+        default_text="a GPU if there is one",
+    )
+    threads: int | None = option(
+        None, help="CPU threads", group=WHERE, metavar="N", minimum=1, maximum=4096, default_text="all cores"
+    )
+
+
+@dataclass(kw_only=True)
+class ExecutionOptions(DeviceOptions):
+    """How to run a training; none of them decides its result, except for `cudnn_benchmark`."""
+
+    cuda_graph: bool | None = option(
+        None,
+        help="capture the tick of a full pipeline as a CUDA graph",
+        group=WHERE,
+        default_text="on a GPU, in one process",
+    )
+    cudnn_benchmark: bool = option(
+        False,
+        help="let cuDNN time its algorithms and choose the fastest: faster, but weights may differ between runs",
+        group=WHERE,
+    )
+    tensorboard: bool = option(False, help="also write metrics for TensorBoard", group=WHERE)
+    quiet: bool = option(False, help="print no progress and no notes", group=WHERE)
+
+
+@dataclass(kw_only=True)
+class FolderOptions:
+    """The folder of a run, and what to do with a run that is in it already."""
+
+    out: Path | None = option(
+        None, help="folder of the run", group=WHERE, metavar="FOLDER", default_text="runs/MODEL-METHOD"
+    )
+    resume: bool = option(
+        False, help="continue the run in --out from its last checkpoint", group=WHERE, exclusive="existing run"
+    )
+    overwrite: bool = option(False, help="replace the run in --out", group=WHERE, exclusive="existing run")
+
+
+def add_options(parser: argparse.ArgumentParser, config: type, names: Collection[str] | None = None) -> None:
+    """Add the fields of a dataclass to a parser.
+
+    Options of a `RunConfig` are None if they are not given, because a recipe may set them; others have their defaults.
+
+    Args:
+        parser: The parser of a command.
+        config: The dataclass.
+        names: The fields to add; None means all.
+    """
+    exclusive: dict[str, Any] = {}
+    for name, (field, described) in options_of(config).items():
+        if names is not None and name not in names:
+            continue
+        keywords: dict[str, Any] = dict(described.keywords)
+        optional, boolean = config is RunConfig, value_type(config, name) is bool
+        if boolean and (optional or field.default is None):
+            keywords |= {"action": argparse.BooleanOptionalAction, "default": None}
+        elif boolean:
+            keywords |= {"action": "store_true"}
+        else:
+            keywords |= {"type": parser_of(config, name), "metavar": described.metavar or "X"}
+            if not described.positional and not optional:
+                keywords |= {"required": True} if field.default is MISSING else {"default": field.default}
+            if described.choices:
+                keywords |= {"choices": described.choices}
+                if described.metavar is None:
+                    del keywords["metavar"]
+        default = _default_text(field.default, described.default_text)
+        text = (
+            f"{described.help}: {', '.join(described.choices)}"
+            if "choices" in keywords and described.metavar
+            else described.help
+        )
+        where: Any = _group(parser, described.group)
+        if described.exclusive:
+            if described.exclusive not in exclusive:
+                exclusive[described.exclusive] = where.add_mutually_exclusive_group()
+            where = exclusive[described.exclusive]
+        action = where.add_argument(
+            name if described.positional else flag_of(name, described),
+            help=f"{text} (default: {default})".replace("%", "%%") if default else text.replace("%", "%%"),
+            **({} if described.positional else {"dest": name}),
+            **keywords,
+        )
+        action.option, action.default_text = described, default
+
+
+def _default_text(default: Any, text: str) -> str:
+    """The default in words; empty if the help needs none."""
+    if text or default is MISSING or default is None or default is False or default in ("", ()):
+        return text
+    return spell(default)
+
+
+def _group(parser: argparse.ArgumentParser, title: str | None) -> Any:
+    """The group with this title, which several dataclasses may add to."""
+    if title is None:
+        return parser
+    found = [group for group in parser._action_groups if group.title == title]
+    return found[0] if found else parser.add_argument_group(title)
 
 
 def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
-    """The options that make a `RunConfig`; those left out come from the recipe or from the defaults."""
-    what = parser.add_argument_group("what to train")
-    what.add_argument("--recipe", metavar="NAME", help=f"start from named settings: {', '.join(RECIPES)}")
-    what.add_argument("--model", metavar="NAME", help="network to train; `petra models` lists them")
-    add_model_options(what)
-    what.add_argument(
-        "--weights",
-        type=lambda text: str(Path(text)),
-        metavar="FOLDER",
-        help="begin with the weights of an earlier run, or of a .safetensors file, and not with random ones: a new "
-        "run, to fine-tune or to train on (--resume continues the same run exactly)",
-    )
-    what.add_argument(
-        "--data",
-        metavar="SPEC",
-        help="digits, synthetic[:CxHxW:CLASSES], text:FILE (by characters), bytes:FILE, or a folder: CIFAR-10/100 "
-        "batches, parquet shards, image folders, or sentences with labels in train.tsv and test.tsv or dev.tsv",
-    )
-    what.add_argument("--length", type=int, metavar="N", help="tokens in a sample of text (default 256; sentences 64)")
-    what.add_argument("--vocab-size", type=int, metavar="N", help="most entries of the vocabulary of sentences (8192)")
-    how = parser.add_argument_group("how to train")
-    if with_method:
-        how.add_argument("--method", metavar="NAME", help=f"one of {', '.join(METHODS)} (default petra)")
-    how.add_argument(
-        "--stages", type=whole_numbers, metavar="N", help="number of stages, or layers in each like 3,3,2,2 (default 4)"
-    )
-    how.add_argument(
-        "--order",
-        type=order_option,
-        metavar="NAME",
-        help="of pipelined methods: low-staleness (default), lock-step (PETRA's paper), locked-forward (that of "
-        "Features Replay), or micro-batches in flight of each stage like 6,4,2,0",
-    )
-    how.add_argument(
-        "--correct",
-        dest="corrections",
-        type=correction_names,
-        metavar="NAME,…",
-        help=f"what to do about staleness: {', '.join(CORRECTIONS)}, each with a parameter or not, like "
-        "predict,shrink:0.9; `petra corrections` lists them (default: nothing)",
-    )
-    how.add_argument("--accumulate", type=int, metavar="K", help="micro-batches per update (default 1)")
-    how.add_argument("--epochs", type=int, help="passes over the data (default 10)")
-    how.add_argument("--batch-size", type=int, metavar="N", help="samples in a micro-batch (default 64)")
-    how.add_argument(
-        "--drop-last",
-        action=argparse.BooleanOptionalAction,
-        help="leave out what is left of an epoch after its last whole micro-batch (default: a smaller one)",
-    )
-    how.add_argument("--optimizer", metavar="NAME", help=f"one of {', '.join(OPTIMIZERS)} (default sgd)")
-    how.add_argument(
-        "--lr", type=float, help="learning rate (default 0.1 · batch size · K / 256; adamw and nadamw 1e-3)"
-    )
-    how.add_argument(
-        "--momentum", type=float, help="of sgd, or the first beta of adamw and nadamw (default 0.9; nadamw 0.99)"
-    )
-    how.add_argument(
-        "--nesterov",
-        action=argparse.BooleanOptionalAction,
-        help="whether the momentum of sgd looks ahead (default: yes)",
-    )
-    how.add_argument("--beta2", type=float, help="the second beta of adamw and nadamw (default 0.999)")
-    how.add_argument(
-        "--weight-decay", type=float, help="of all but norms, biases and other vectors (5e-4; adamw and nadamw 0.05)"
-    )
-    how.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help=f"one of {', '.join(SCHEDULES)}: after warm-up, drops of the learning rate (default), or a cosine to zero",
-    )
-    how.add_argument("--warmup-epochs", type=float, help="epochs of linear warm-up (default 5)")
-    how.add_argument("--drops", type=fractions, help="fractions of training after which lr drops ten times")
-    how.add_argument("--clip-norm", type=float, help="largest gradient norm of a stage (default: no clipping)")
-    how.add_argument("--label-smoothing", type=float, help="share of every target that all classes get (default 0)")
-    how.add_argument("--autocast", choices=("bf16",), help="precision of residual functions (default float32)")
-    how.add_argument(
-        "--exact",
-        action="store_const",
-        const=True,
-        help="reversible layers in fixed point, so that inputs are reconstructed to the last bit",
-    )
-    how.add_argument(
-        "--compile", action="store_const", const=True, help="compile layers and residual functions (torch.compile)"
-    )
-    how.add_argument(
-        "--channels-last",
-        action="store_const",
-        const=True,
-        help="images with their channels together in memory, which convolutions in bf16 on a GPU are fastest with",
-    )
-    how.add_argument("--messages", choices=("bf16",), help="precision of what travels between stages (default float32)")
-    how.add_argument("--seed", type=int, help="of weights, data order and dropout (default 0)")
-    where = parser.add_argument_group("where")
-    add_device_options(where)
-    where.add_argument(
-        "--capture",
-        action=argparse.BooleanOptionalAction,
-        help="record the tick of a full pipeline as a CUDA graph and replay it (default: on a GPU, in one process)",
-    )
-    where.add_argument(
-        "--benchmark",
-        action="store_true",
-        help="let cuDNN time its algorithms and take the fastest: quicker, but weights may differ from run to run",
-    )
-    where.add_argument("--tensorboard", action="store_true", help="also write metrics for TensorBoard")
-    where.add_argument("--quiet", action="store_true", help="no progress and no notes")
+    """Add the options of a `RunConfig` and those that say where to run it.
 
-
-def add_device_options(where: Any) -> None:
-    """Where to compute; `set_up_device` reads them."""
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    where.add_argument("--device", default=usual, help="default: a GPU if there is one, so here %(default)s")
-    where.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    Args:
+        parser: The parser of a command.
+        with_method: Whether there is a `--method`.
+    """
+    groups = {name: described.group for name, (_, described) in options_of(RunConfig).items()}
+    names = [name for name, group in groups.items() if group == MODEL]
+    add_options(parser, RecipeOption)
+    add_options(parser, RunConfig, names[:1])
+    add_options(parser, NetworkOptions)
+    add_options(parser, RunConfig, names[1:])
+    training = [name for name, group in groups.items() if group == TRAINING and (with_method or name != "method")]
+    add_options(parser, RunConfig, training)
+    add_options(parser, ExecutionOptions)
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """How often a run is saved; it may be given anew when the run is resumed."""
-    parser.add_argument(
-        "--checkpoint-every", type=int, metavar="TICKS", help="also write a checkpoint every so many micro-batches"
-    )
-    parser.add_argument(
-        "--checkpoint-epochs",
-        type=int,
-        metavar="N",
-        help="epochs from one checkpoint to the next (default 1); what is in flight can be a gigabyte",
-    )
+    """Add the options that say how often a run is saved."""
+    add_options(parser, RunConfig, [n for n, (_, o) in options_of(RunConfig).items() if o.group == CHECKPOINTS])
 
 
-_CONFIG = (
-    *("model", "data", "length", "vocab_size", "method", "stages", "order", "accumulate", "epochs", "batch_size"),
-    *("drop_last", "clip_norm", "optimizer", "lr", "momentum", "nesterov", "beta2", "weight_decay", "schedule"),
-    *("warmup_epochs", "drops", "label_smoothing", "autocast", "exact", "compile", "channels_last", "messages"),
-    *("corrections", "seed"),
-    *("replicas", "weights", "checkpoint_every", "checkpoint_epochs"),
-)
-_MODEL = ("width", "depth", "depths", "heads", "patch", "dropout", "stem")
+def add_replicas_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--replicas`."""
+    add_options(parser, RunConfig, [n for n, (_, o) in options_of(RunConfig).items() if o.group == PROCESSES])
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of a `RunConfig` that were given on the command line."""
-    found = {name: getattr(options, name, None) for name in _CONFIG}
+    """Return the options of a `RunConfig` that were given on the command line.
+
+    Args:
+        options: The parsed command line.
+
+    Returns:
+        Values by field name, for `RunConfig.from_options`.
+
+    Raises:
+        ValueError: If an option of any dataclass here is outside its limits.
+    """
+    check_values(ExecutionOptions, vars(options))
+    found = {name: getattr(options, name, None) for name in options_of(RunConfig)}
     result = {name: value for name, value in found.items() if value is not None}
-    if model := model_options(options):
-        result["model_options"] = model
+    if arguments := model_options(options):
+        result["model_options"] = arguments
     return result
 
 
-def spelled(options: Mapping[str, Any]) -> list[str]:
-    """Options of a `RunConfig` as words of a command line, of which `given` makes the same again."""
-    words = []
-    for name, value in [(n, v) for n, v in options.items() if n != "model_options"]:
-        flag = "--correct" if name == "corrections" else f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            words += [flag, _text(value)]
-    for name, value in options.get("model_options", {}).items():
-        words += [f"--{name}", _text(value)] if name in _MODEL else ["--set", f"{name}={_text(value)}"]
-    return words
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(_text(part) for part in value)
-    short = f"{value:g}" if isinstance(value, float) else str(value)
-    return short if not isinstance(value, float) or float(short) == value else repr(value)
-
-
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of the network that were given on the command line."""
-    found = {name: getattr(options, name) for name in _MODEL if getattr(options, name) is not None}
-    for name, value in options.set:
+    """Return the arguments of the network that were given on the command line."""
+    found = {name: getattr(options, name) for name in options_of(NetworkOptions) if name != "set"}
+    found = {name: value for name, value in found.items() if value is not None}
+    for name, value in options.set or ():
         if name in found:
             raise ValueError(f"{name} is given as {found[name]} and as {value}: give it once")
         found[name] = value
@@ -270,70 +258,37 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def refuse_capture(options: argparse.Namespace, count: int = 1) -> None:
-    """Raise ValueError if ticks are to be recorded where they cannot be: by ``count`` processes, or on a CPU."""
-    if options.capture and count > 1:
-        raise ValueError(f"--capture is for one process, and there are to be {count}: leave --capture out")
-    if options.capture and not options.device.startswith("cuda"):
-        raise ValueError(
-            f"--capture records CUDA graphs, and --device is {options.device}: leave --capture out, or use a GPU"
-        )
+def spell_options(options: Mapping[str, Any]) -> list[str]:
+    """Return options of a `RunConfig` as arguments of a command line, from which `given` returns the same options."""
+    words = []
+    for name, (_, described) in options_of(RunConfig).items():
+        if name in options:
+            flag, value = flag_of(name, described), options[name]
+            if isinstance(value, bool):
+                words.append(flag if value else flag.replace("--", "--no-", 1))
+            else:
+                words += [flag, spell(value)]
+    known = options_of(NetworkOptions)
+    for name, value in options.get("model_options", {}).items():
+        words += [flag_of(name), spell(value)] if name in known else ["--set", f"{name}={spell(value)}"]
+    return words
 
 
-def refuse_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise ValueError if an order or corrections were given, and none of these methods takes them."""
-    found = [find(name) for name in names]
-    if options.order is not None and not any(method.pipelined for method in found):
+def reject_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise ValueError if a schedule or corrections were given, and none of these methods takes them."""
+    found, verb = [find(name) for name in names], "have" if len(names) > 1 else "has"
+    if options.schedule is not None and not any(method.pipelined for method in found):
         raise ValueError(
-            f"--order is given, but {' and '.join(names)} {'have' if len(names) > 1 else 'has'} one order only: "
+            f"--schedule is given, but {' and '.join(names)} {verb} one schedule only: "
             "leave it out, or add a pipelined method such as petra"
         )
     if getattr(options, "corrections", None) and not any(method.stale for method in found):
         raise ValueError(
-            f"--correct is given, but {' and '.join(names)} {'have' if len(names) > 1 else 'has'} no staleness to "
-            "correct: leave it out, or add a pipelined method such as petra"
+            f"--corrections is given, but {' and '.join(names)} {verb} no staleness to correct: "
+            "leave it out, or add a pipelined method such as petra"
         )
 
 
-def refuse_processes(what: str) -> None:
-    """Raise ValueError if torchrun has started several processes, each of which would do the whole of it."""
-    if processes() > 1:
-        raise ValueError(f"{processes()} processes were started: {what}, so start it without torchrun")
-
-
 def reporting(options: argparse.Namespace) -> dict[str, Any]:
-    """What a `Run` is told that decides nothing about its result."""
-    return {"tensorboard": options.tensorboard, "quiet": options.quiet, "capture": options.capture}
-
-
-def set_up_device(options: argparse.Namespace) -> torch.device:
-    """The device that was asked for, or an error if it is not there."""
-    if options.threads is None and processes() > 1:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or processes())
-        torch.set_num_threads(max(1, cores() // local))  # ranks share the cores
-    if options.threads is not None:
-        if not 1 <= options.threads <= 4096:
-            raise ValueError(f"--threads is {options.threads}: give 1 or more, at best the number of cores")
-        torch.set_num_threads(options.threads)
-    try:
-        device = torch.device(options.device)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {options.device!r}: give cpu, cuda or cuda:0")
-    if device.type == "cuda":
-        if device.index is None and processes() > 1 and torch.cuda.device_count():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device is {options.device!r}, but that GPU is not here: give cpu or another")
-        if device.index is not None:
-            torch.cuda.set_device(device)  # nothing is to be done on another, nor memory to be taken there
-        benchmark = getattr(options, "benchmark", False)  # for training only
-        torch.backends.cudnn.deterministic = not benchmark  # the same options give the same weights
-        torch.backends.cudnn.benchmark = benchmark
-    return device
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the arguments of a `Run` that do not decide its result."""
+    return {"tensorboard": options.tensorboard, "quiet": options.quiet, "cuda_graph": options.cuda_graph}

@@ -1,4 +1,4 @@
-"""`petra plan`: where to cut a network for so many ranks, what to expect of it, and what comes of it."""
+"""`petra plan`: finds where to cut a network for several ranks, predicts the speed and checks the prediction."""
 
 from __future__ import annotations
 
@@ -6,102 +6,91 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from petra.cli.case import Case
-from petra.cli.options import add_model_options, cores, order_option, refuse_processes, whole_numbers
-from petra.cli.trial import basic_method, spawn_ranks
+from petra.cli.device import cores, reject_processes
+from petra.cli.options import ExecutionOptions, NetworkOptions, add_options
+from petra.cli.plan_benchmark import basic_method, spawn_ranks
+from petra.cli.plan_config import InputOptions, PlanConfig
+from petra.formatting import mebibytes, render
 from petra.measure import Plan, environment
-from petra.methods import METHODS
-from petra.tables import mebibytes, render
-from petra.training import checkpoint
-from petra.training.files import refuse_folder
+from petra.runs import checkpoint
+from petra.runs.option_fields import check_values, like, option, options_of, spell
+from petra.runs.run_folder import check_not_folder
+from petra.runs.run_options import TRAINING, RunOptions
+
+_CHECK = "check"
+
+
+@dataclass(kw_only=True)
+class PlanOptions(InputOptions):
+    """The options of `petra plan`."""
+
+    batch_size: int = like(RunOptions, "batch_size")
+    ranks: int = option(help="number of processes", group=TRAINING, metavar="N", minimum=1)
+    stages: int | list[int] | None = like(RunOptions, "stages", default=None, default_text="one per rank")
+    method: str = like(RunOptions, "method")
+    schedule: str | list[int] | None = like(RunOptions, "schedule")
+    accumulate: int = like(RunOptions, "accumulate")
+    memory_limit: float | None = option(
+        None,
+        help="memory of a rank",
+        group=TRAINING,
+        metavar="MiB",
+        above=0,
+        below=1e12,
+        default_text="no limit",
+    )
+    ticks: int = option(20, help="micro-batches to time", group=_CHECK, metavar="N", minimum=1)
+    no_run: bool = option(False, help="predict only", group=_CHECK)
+    json: Path | None = option(None, help="also write everything into a file", group=_CHECK, metavar="FILE")
+    quiet: bool = like(ExecutionOptions, "quiet", help="print no progress", group=_CHECK)
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "plan",
-        help="find where to cut a network for several processes",
-        description="Times every layer on all ranks at once, chooses the cut whose busiest rank has least to do, "
-        "predicts tick, speed-up and memory of it, and holds the prediction against a short run on random data. "
-        "Ranks are processes on this machine, on CPU cores. What corrections of staleness (--correct) take is not "
-        "counted.",
+        description="Times every layer on all ranks at once, chooses the cut whose busiest rank has the least work, "
+        "predicts tick, speed-up and memory, and compares the prediction with a short run on random data. "
+        "Ranks are processes on this machine, on CPU cores. Corrections of staleness are not included.",
         epilog="Example: petra plan --model revnet18 --ranks 4 --batch-size 64 --memory-limit 500",
     )
-    add_network_options(parser, batch_size=64)
-    how = parser.add_argument_group("how to train")
-    how.add_argument("--ranks", type=int, required=True, metavar="N", help="processes")
-    how.add_argument(
-        "--stages", type=whole_numbers, metavar="N", help="their number (default: one a rank), or layers in each"
-    )
-    how.add_argument("--method", default="petra", metavar="NAME", help=f"one of {', '.join(METHODS)} (default petra)")
-    how.add_argument(
-        "--order",
-        type=order_option,
-        metavar="NAME",
-        help="low-staleness, lock-step, locked-forward, or numbers in flight",
-    )
-    how.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches per update (default 1)")
-    how.add_argument("--memory-limit", type=float, metavar="MiB", help="most that a rank may hold (default: no limit)")
-    check = parser.add_argument_group("the check")
-    check.add_argument("--ticks", type=int, default=20, metavar="N", help="micro-batches to time (default %(default)s)")
-    check.add_argument("--no-run", action="store_true", help="predict only")
-    check.add_argument("--json", type=Path, metavar="FILE", help="also write everything into a file")
-    check.add_argument("--quiet", action="store_true", help="no progress")
+    add_options(parser, PlanOptions, ["model"])
+    add_options(parser, NetworkOptions)
+    add_options(parser, PlanOptions, options_of(PlanOptions).keys() - {"model"})
     parser.set_defaults(run=run)
 
 
-def add_network_options(parser: argparse.ArgumentParser, batch_size: int) -> None:
-    """The network, and the shape of what it is given."""
-    what = parser.add_argument_group("what to train")
-    what.add_argument("--model", metavar="NAME", required=True, help="network; `petra models` lists them")
-    add_model_options(what)
-    what.add_argument("--image", type=image_shape, metavar="CxHxW", help="default 3x32x32")
-    what.add_argument("--classes", type=int, default=10, metavar="N", help="default %(default)s")
-    what.add_argument("--length", type=int, metavar="N", help="tokens in a text (default 256)")
-    what.add_argument("--vocab-size", type=int, metavar="N", help="of text (default 256)")
-    samples = "samples in a micro-batch (default %(default)s)"
-    what.add_argument("--batch-size", type=int, default=batch_size, metavar="N", help=samples)
-
-
-def image_shape(text: str) -> tuple[int, int, int]:
-    """``3x32x32``."""
-    parts = text.split("x")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not channels, height and width like 3x32x32")
-    channels, height, width = map(int, parts)
-    return channels, height, width
-
-
 def run(options: argparse.Namespace) -> None:
-    """Plan on real processes, and print what came out."""
-    refuse_processes("a plan starts its ranks itself")
-    case = Case.of(options)
+    """Plan on real processes, and print the result."""
+    check_values(PlanOptions, vars(options))
+    reject_processes("a plan starts its ranks itself")
+    config = PlanConfig.from_options(options)
     if options.json is not None:
-        refuse_folder("--json", options.json)
-    if case.ranks > cores():
+        check_not_folder("--json", options.json)
+    if config.ranks > cores():
         print(
-            f"petra plan: {case.ranks} ranks share {cores()} cores, so they wait for cores too: "
-            "what is predicted here holds where there is a core a rank",
+            f"petra plan: {config.ranks} ranks share {cores()} cores and wait for them: "
+            "the prediction holds with one core per rank",
             file=sys.stderr,
         )
     with tempfile.TemporaryDirectory() as folder:
-        spawn_ranks(case, Path(folder))
+        spawn_ranks(config, Path(folder))
         found = json.loads(Path(folder, "found.json").read_text())
     if "error" in found:
         raise ValueError(found["error"])
     plan = Plan(**found["plan"])
     if options.json is not None:
-        result = {"case": asdict(case), "speedup": plan.speedup, **found, "environment": environment()}
+        result = {"config": asdict(config), "speedup": plan.speedup, **found, "environment": environment()}
         checkpoint.write_json(options.json, result)
-    print(report(case, plan, found["measured"]))
+    print(report(config, plan, found["measured"]))
 
 
-def report(case: Case, plan: Plan, measured: dict[str, Any] | None) -> str:
-    """The table, the totals, and the options to train with."""
+def report(config: PlanConfig, plan: Plan, measured: dict[str, Any] | None) -> str:
+    """Return the table, the totals, and the options to train with."""
     header = ["rank", "layers", "ms per tick", "measured", "memory", "measured", "sent up", "sent down"]
     rows = []
     for rank, layers in enumerate(plan.layers):
@@ -121,18 +110,18 @@ def report(case: Case, plan: Plan, measured: dict[str, Any] | None) -> str:
         rows = [[cell for i, cell in enumerate(row) if header[i] != "measured"] for row in rows]
         header = [name for name in header if name != "measured"]
     stages = ",".join(map(str, plan.stages))
-    how = f"--method {case.method}" + (f" --accumulate {case.accumulate}" if case.accumulate > 1 else "")
-    if case.order is not None:
-        how += f" --order {case.order if isinstance(case.order, str) else ','.join(map(str, case.order))}"
+    options = f"--method {config.method}" + (f" --accumulate {config.accumulate}" if config.accumulate > 1 else "")
+    if config.schedule is not None:
+        options += f" --schedule {spell(config.schedule)}"
     lines = [
-        f"{case.model} with {case.method} on {case.ranks} ranks, {len(plan.stages)} stages of {stages} layers; "
-        f"micro-batches of {case.batch_size}, threads a rank: {case.threads}",
+        f"{config.model} with {config.method} on {config.ranks} ranks, {len(plan.stages)} stages of {stages} layers; "
+        f"micro-batches of {config.batch_size}, {config.threads} threads per rank",
         "",
         render(header, rows),
         "",
     ]
-    where = "" if plan.in_a_row else f" --placement {','.join(map(str, plan.placement))}"
-    name = basic_method(case.network()).name
+    placement = "" if plan.contiguous else f" --placement {','.join(map(str, plan.placement))}"
+    name = basic_method(config.network()).name
     if measured is None:
         lines += [
             f"tick: predicted {_ms(plan.tick)} ms",
@@ -149,13 +138,14 @@ def report(case: Case, plan: Plan, measured: dict[str, Any] | None) -> str:
         [
             *lines,
             "",
-            f"to train with: {how} --ranks {case.ranks} --stages {stages if len(plan.stages) > 1 else 1}{where}",
+            f"to train with: {options} --ranks {config.ranks} "
+            f"--stages {stages if len(plan.stages) > 1 else 1}{placement}",
         ]
     )
 
 
 def _listed(layers: list[int]) -> str:
-    """``0-2, 5`` for 0, 1, 2 and 5."""
+    """`0-2, 5` for 0, 1, 2 and 5."""
     starts = [i for i in layers if i - 1 not in layers]
     ends = [i for i in layers if i + 1 not in layers]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

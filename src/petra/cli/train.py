@@ -1,92 +1,114 @@
-"""`petra train`: one run."""
+"""`petra train`: trains a network."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from petra.cli.launch import launch
+from petra.cli.device import reject_cuda_graph, set_up_device
 from petra.cli.options import (
+    WHERE,
+    FolderOptions,
     add_checkpoint_options,
+    add_options,
+    add_replicas_option,
     add_run_options,
     given,
-    refuse_capture,
     reporting,
-    set_up_device,
-    whole_numbers,
 )
-from petra.execution.job import Spoken, join, processes
-from petra.names import counted
-from petra.tables import mebibytes
-from petra.training.config import MAY_CHANGE, RunConfig
-from petra.training.faults import Fault, fail_at
-from petra.training.files import CONFIG, begun_by_this_job, refuse_to_overwrite
-from petra.training.run import Interrupted, Run
-from petra.training.weights import check_weights
+from petra.distributed.job import ReportedElsewhere, join, world_size
+from petra.distributed.launch import launch_ranks
+from petra.formatting import counted, mebibytes
+from petra.runs.config import MAY_CHANGE, RunConfig
+from petra.runs.interrupts import Interrupted
+from petra.runs.option_fields import check_values, option, whole_numbers
+from petra.runs.run import Run
+from petra.runs.run_folder import CONFIG, check_no_run, started_by_this_job
+from petra.runs.run_options import PROCESSES
+from petra.runs.weight_files import check_weights
+
+
+@dataclass(kw_only=True)
+class ProcessOptions:
+    """The processes of a training, and what they write about it."""
+
+    ranks: int | None = option(
+        None,
+        help="processes that share the stages",
+        group=PROCESSES,
+        metavar="N",
+        minimum=1,
+        default_text="1, or those that torchrun has started",
+    )
+    placement: list[int] | None = option(
+        None,
+        help="rank of each stage",
+        group=PROCESSES,
+        metavar="N,N,…",
+        parse=whole_numbers,
+        default_text="consecutive stages, as many on each rank",
+    )
+    timeout: float = option(
+        300.0,
+        help="end the job when a rank is stuck for this many seconds",
+        group=PROCESSES,
+        metavar="SECONDS",
+        above=0,
+        below=1e8,
+    )
+    trace: int = option(
+        0,
+        help="write a timeline of this many ticks (100 if no number is given)",
+        group=WHERE,
+        metavar="TICKS",
+        minimum=0,
+        default_text="none",
+        keywords={"nargs": "?", "const": 100},
+    )
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "train",
-        help="train a network",
         description="Trains a network with one method; writes metrics, checkpoints, weights and a summary into --out.",
         epilog="Example: petra train --recipe digits --method petra --stages 6 --out runs/digits, or "
-        "petra train --model rev-gpt --depth 6 --data text:book.txt --optimizer adamw --schedule cosine. "
-        "With --weights runs/digits a new run begins where that one has ended. "
+        "petra train --model rev-gpt --depth 6 --data text:book.txt --optimizer adamw --lr-schedule cosine. "
+        "With --init-from runs/digits a new run starts from the weights of that one. "
         "With --ranks 2 it runs on two processes of this machine; torchrun starts it on several machines.",
     )
     add_run_options(parser, with_method=True)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the run (default runs/MODEL-METHOD)")
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
-    existing.add_argument("--overwrite", action="store_true", help="replace the run in --out")
+    add_options(parser, FolderOptions)
     add_checkpoint_options(parser)
-    many = parser.add_argument_group("on several processes")
-    many.add_argument("--ranks", type=int, metavar="N", help="processes that share the stages (default 1)")
-    many.add_argument(
-        "--placement",
-        type=whole_numbers,
-        metavar="N,N,…",
-        help="rank of each stage (default: as many on each, in a row)",
-    )
-    many.add_argument(
-        "--replicas", type=int, metavar="R", help="copies of the pipeline that share each batch (default 1)"
-    )
-    many.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="of a rank that is stuck (default %(default)g)"
-    )
-    parser.add_argument(
-        "--trace", type=int, nargs="?", const=100, default=0, metavar="TICKS", help="write a timeline (of 100 ticks)"
-    )
+    add_options(parser, ProcessOptions)
+    add_replicas_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, and say what came out."""
+    """Train, and print the result."""
+    check_values(ProcessOptions, vars(options))
     if not options.resume:
         folder = options.out or _default_folder(RunConfig.from_options(options.recipe, given(options)))
-        if begun_by_this_job(folder):  # torchrun starts it anew
+        if started_by_this_job(folder):  # torchrun has restarted it
             options.resume, options.overwrite, options.out = True, False, folder
     config, folder = configure(options)
-    if not 0 < options.timeout < 1e8:
-        raise ValueError(f"--timeout is {options.timeout}: give seconds")
-    if options.trace < 0:
-        raise ValueError(f"--trace is {options.trace}: give a number of ticks")
     ranks = _ranks(options, config)
     if not (options.resume or options.overwrite):
-        refuse_to_overwrite(folder, "--resume to continue it, --overwrite to replace it")
+        check_no_run(folder, "--resume to continue it, --overwrite to replace it")
     if not options.resume:
-        check_weights(config.weights, folder)
-    refuse_capture(options, ranks * config.replicas)
-    if processes() == 1 and ranks * config.replicas > 1:
-        return launch(options.arguments, ranks * config.replicas)
+        check_weights(config.init_from, folder)
+    reject_cuda_graph(options, ranks * config.replicas)
+    if world_size() == 1 and ranks * config.replicas > 1:
+        return launch_ranks(options.arguments, ranks * config.replicas, options.module)
     device = set_up_device(options)
-    with join(device, replicas=config.replicas, timeout=options.timeout, orderly=(Interrupted, Spoken)) as transport:
-        job = Run(
+    with join(
+        device, replicas=config.replicas, timeout=options.timeout, early_exit=(Interrupted, ReportedElsewhere)
+    ) as transport:
+        training = Run(
             config,
             folder,
             resume=options.resume,
@@ -97,41 +119,44 @@ def run(options: argparse.Namespace) -> int:
             trace=options.trace,
             **reporting(options),
         )
-        if fault := Fault.from_environment():
-            fail_at(job.trainer, fault)
         try:
-            summary = job()
+            summary = training()
         except Interrupted:
-            if not transport.place.speaks:
-                raise Spoken(130) from None
+            if not transport.position.is_main:
+                raise ReportedElsewhere(130) from None
             raise
-    if transport.place.speaks:
-        on = f" and {summary['ranks']} ranks" if summary["ranks"] > 1 else ""
-        corrected = "".join(f" + {name}" for name in summary.get("corrections", []))
-        on += f" in {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
-        print(
-            f"{summary['method']}{corrected} on {counted(len(summary['stages']), 'stage')}{on} ({summary['order']}): "
-            f"test accuracy {summary['test_accuracy']:.2%} (best {summary['best_test_accuracy']:.2%} "
-            f"in epoch {summary['best_epoch']}), test loss {summary['test_loss']:.4f}, "
-            f"{summary['samples_per_second']:.0f} samples/s, "
-            f"peak activations {mebibytes(summary['activation_peak_bytes'])}; in {folder}"
-        )
+    if transport.position.is_main:
+        print(f"{_result(summary)}; in {folder}")
     return 0
 
 
+def _result(summary: dict[str, Any]) -> str:
+    """The result of a run in one line."""
+    corrections = "".join(f" + {name}" for name in summary["corrections"])
+    where = f" and {summary['ranks']} ranks" if summary["ranks"] > 1 else ""
+    where += f" in {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
+    return (
+        f"{summary['method']}{corrections} on {counted(len(summary['stages']), 'stage')}{where} "
+        f"({summary['schedule']}): test accuracy {summary['test_accuracy']:.2%} "
+        f"(best {summary['best_test_accuracy']:.2%} in epoch {summary['best_epoch']}), "
+        f"test loss {summary['test_loss']:.4f}, {summary['samples_per_second']:.0f} samples/s, "
+        f"peak activations {mebibytes(summary['activation_peak_bytes'])}"
+    )
+
+
 def _ranks(options: argparse.Namespace, config: RunConfig) -> int:
-    """How many ranks there are to be, which has to fit how many processes there are already."""
+    """The number of ranks, which has to match the processes that torchrun has started."""
     if isinstance(options.placement, int):
         options.placement = [options.placement]
     asked = options.ranks
     if asked is None and options.placement:
         asked = max(options.placement) + 1
-    if asked is not None and asked < 1:
-        raise ValueError(f"--ranks is {asked}: give 1 or more")
-    started = processes()
+    started = world_size()
     if started > 1:
         if started % config.replicas:
-            raise ValueError(f"--replicas is {config.replicas}, which does not divide the {started} processes")
+            raise ValueError(
+                f"--replicas is {config.replicas}, but there are {started} processes: give a divisor of {started}"
+            )
         if asked is not None and asked * config.replicas != started:
             raise ValueError(f"--ranks is {asked}, but {started // config.replicas} were started: leave it out")
         return started // config.replicas
@@ -142,19 +167,21 @@ def _ranks(options: argparse.Namespace, config: RunConfig) -> int:
     return ranks
 
 
-def _flat(options: dict[str, Any]) -> dict[str, Any]:
-    """Options by name, those of the model among the others, in the form that JSON gives."""
-    flat: dict[str, Any] = {**options.get("model_options", {}), **options}
-    flat.pop("model_options", None)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
-
-
 def configure(
-    options: argparse.Namespace, may_change: Sequence[str] = MAY_CHANGE, kind: str = ""
+    options: argparse.Namespace, may_change: Sequence[str] = MAY_CHANGE, prefix: str = ""
 ) -> tuple[RunConfig, Path]:
-    """The configuration that was asked for, or on resume that of the run, which has to be the same.
+    """Build the configuration of a run, or read it from the run to resume; given options must match it.
 
-    And the folder of the run; ``kind`` goes into its name if none was given.
+    Args:
+        options: The parsed command line.
+        may_change: The options that may differ on resume.
+        prefix: What the name of the default folder starts with.
+
+    Returns:
+        The configuration and the folder of the run.
+
+    Raises:
+        ValueError: If the options are not valid, or differ from those of the run to resume.
     """
     if options.resume and options.out is None:
         raise ValueError("--resume needs --out: give the folder of the run to continue")
@@ -162,19 +189,27 @@ def configure(
     written = options.out / CONFIG if options.out is not None else None
     if options.resume and written is not None and written.exists():
         config = RunConfig.read(written)
-        for name, new in _flat(asked).items():
-            if name not in may_change and (value := _flat(config.to_json()).get(name)) != new:
-                has = "its default" if value is None else value
-                raise ValueError(f"the run in {options.out} has {name} {has}, not {new}: leave it out to resume")
+        before = _flat(config.to_json())
+        for name, value in _flat(asked).items():
+            if name not in may_change and before.get(name) != value:
+                shown = "its default" if before.get(name) is None else before[name]
+                raise ValueError(f"the run in {options.out} has {name} {shown}, not {value}: leave it out to resume")
         config = replace(config, **{name: asked[name] for name in may_change if name in asked})
         config.validate()
         return config, options.out
     if options.resume and not {"model", "data"} & asked.keys() and options.recipe is None:
-        raise ValueError(f"{options.out} holds no run to resume: give the folder of one, or say what to train there")
+        raise ValueError(f"{options.out} holds no run to resume: give the folder of one, or what to train there")
     config = RunConfig.from_options(options.recipe, asked)
     config.validate()
-    return config, options.out or _default_folder(config, kind)
+    return config, options.out or _default_folder(config, prefix)
 
 
-def _default_folder(config: RunConfig, kind: str = "") -> Path:
-    return Path("runs") / f"{kind}{config.model}-{config.method}"
+def _flat(options: dict[str, Any]) -> dict[str, Any]:
+    """Options by name, those of the network among the others, as JSON values."""
+    flat: dict[str, Any] = {**options.get("model_options", {}), **options}
+    flat.pop("model_options", None)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
+
+
+def _default_folder(config: RunConfig, prefix: str = "") -> Path:
+    return Path("runs") / f"{prefix}{config.model}-{config.method}"

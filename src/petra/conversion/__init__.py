@@ -1,7 +1,17 @@
-"""Networks of other libraries with their residual blocks made reversible."""
+"""Networks of other libraries with their residual blocks made reversible.
+
+Start with `convert.py`: `make_reversible` finds segments of residual blocks in a network and converts them. Then:
+
+- `block_spec.py`: `BlockSpec`, how to recognise a block and what its two residual functions are.
+- `known_blocks.py`: the blocks of PyTorch, timm and Hugging Face transformers that are recognised.
+- `residual_views.py`: residual functions as modules that refer to the block's own submodules.
+- `converted_segment.py`: a segment of converted blocks, called like one block.
+- `container.py`: `ReversibleBlocks`, which replaces an `nn.Sequential` or `nn.ModuleList`.
+- `report.py`: a report of what was converted.
+"""
 
 from petra.conversion.container import ReversibleBlocks
 from petra.conversion.convert import make_reversible
-from petra.conversion.report import ConversionReport, conversion_report
+from petra.conversion.report import ConversionReport, SegmentReport, conversion_report
 
-__all__ = ["ConversionReport", "ReversibleBlocks", "conversion_report", "make_reversible"]
+__all__ = ["ConversionReport", "ReversibleBlocks", "SegmentReport", "conversion_report", "make_reversible"]

@@ -1,4 +1,4 @@
-"""Finds runs of residual blocks in a network and makes them reversible."""
+"""Finds segments of residual blocks in a network and makes them reversible."""
 
 from __future__ import annotations
 
@@ -9,134 +9,153 @@ from itertools import groupby
 
 from torch import nn
 
-from petra.conversion.branch import Branch, Given
+from petra.conversion.block_spec import BlockSpec, check_block
 from petra.conversion.container import Member, ReversibleBlocks
-from petra.conversion.kinds import Kind, try_out
-from petra.conversion.libraries import KINDS
-from petra.conversion.run import Run
+from petra.conversion.converted_segment import ConvertedSegment
+from petra.conversion.known_blocks import KNOWN_BLOCKS
+from petra.conversion.residual_views import KnownResidual, UserResidual
 from petra.reversible import ReversibleBlock
 
 Split = Callable[[nn.Module], tuple[nn.Module, nn.Module] | None]
+"""Returns the two residual functions of a block, or None if it is not to be converted."""
 
-Choice = tuple[nn.Module, nn.Module] | Kind | None
+Choice = tuple[nn.Module, nn.Module] | BlockSpec | None
+"""How a block is converted: with the functions that `split` returned, as a known block, or not at all."""
 
 
 def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
-    """A network with the same weights whose runs of residual blocks are reversible.
+    """Return a network with the same weights whose segments of residual blocks are reversible.
 
-    Looks into every ``nn.Sequential`` and ``nn.ModuleList`` for blocks that follow each other and are known: of timm
-    (ViT, Swin, Swin v2), Hugging Face transformers (ViT, DeiT, BERT, RoBERTa and their like, GPT-2) and PyTorch
-    (``nn.TransformerEncoderLayer``). For blocks of your own, ``split(block)`` returns their residual functions (f, g),
-    made from the block's parts, or None; f and g get the block's input and by name whatever else it is called with.
+    Searches every `nn.Sequential` and `nn.ModuleList` for consecutive blocks that are known: those of timm (ViT, Swin,
+    Swin v2), Hugging Face transformers (ViT, DeiT, BERT, RoBERTa and similar models, GPT-2) and PyTorch
+    (`nn.TransformerEncoderLayer`). For your own blocks, give `split`.
 
-    A run of blocks a = x + f(x), y = a + g(a) becomes
+    A segment of blocks a = x + f(x), y = a + g(a) becomes
 
         x1 = x2 = x;   x1 ← x1 + f(x2), x2 ← x2 + g(x1) for each block;   y = x1 + x2 - x
 
-    **It computes something else than before** and has to be fine-tuned. y is the sum of x and all residuals in both
-    networks, but f sees x and the residuals of the g's only, and g those of the f's, where they have seen all. One
-    block alone computes what it did; for two, the second f is evaluated at x + g(a) instead of x + f(x) + g(a), and so
-    on. Post-norm blocks (BERT) become pre-norm ones besides: see docs/reversible.md.
+    **The network computes a different function** and needs fine-tuning. In both networks, y is the sum of x and
+    all residuals. But here, each f receives x and the residuals of the g's only, and each g receives x and those of the
+    f's only. A single block computes the same as before. With two blocks, the second f is evaluated at x + g(a)
+    instead of x + f(x) + g(a), and so on. Post-norm blocks (BERT) also become pre-norm blocks.
 
-    The given network is left as it is. Its parameters and buffers are shared, not copied: training one trains both
-    (``copy.deepcopy`` it before if you want both), while modules, with their modes and hooks, are copies. Parameters
-    and state dicts keep their names. Blocks are no longer called one by one: hooks on a block are not run, and outputs
-    between the blocks of a run are not to be had.
+    The given network is not changed. The new one shares its parameters and buffers, so training one trains both; use
+    `copy.deepcopy` first to separate them. Modules, with their modes and hooks, are copies. Parameters and state dicts
+    keep their names. Blocks are no longer called one by one: hooks on a block do not run, and the outputs between the
+    blocks of a segment are not available.
+
+    Args:
+        module: The network.
+        split: A function that returns the residual functions (f, g) of a block, made from submodules of the block, or
+            None for a block that it does not handle. f and g receive the block's input, and all its other arguments as
+            keyword arguments.
+
+    Returns:
+        The reversible network.
+
+    Raises:
+        ValueError: If there is nothing to convert, or a block cannot be converted.
     """
-    # Tensors that the copy is told it has copied already are shared.
+    # Tensors in the memo of `deepcopy` are shared instead of copied.
     copy = deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
     converted: dict[nn.Module, nn.Module] = {}
     copy = _convert(copy, split, converted)
     if not any(isinstance(found, ReversibleBlocks) for found in converted.values()):
         seen = sorted({type(m).__name__ for m in module.modules()})
         raise ValueError(
-            f"{type(module).__name__} has no blocks that can be made reversible, in an nn.Sequential or nn.ModuleList. "
-            f"It has {', '.join(seen)}. Known are {_known()}. For others, give "
-            "split=lambda block: (f, g), their residual functions, or None"
+            f"{type(module).__name__} has no blocks that can be made reversible in an nn.Sequential or nn.ModuleList. "
+            f"It has {', '.join(seen)}. Known blocks are {_known()}. For other blocks, give "
+            "split=lambda block: (f, g), a function that returns their residual functions, or None"
         )
     return copy
 
 
 def _convert(module: nn.Module, split: Split | None, converted: dict[nn.Module, nn.Module]) -> nn.Module:
-    """What to put in the module's place; modules that occur several times are converted once."""
+    """Return the replacement of a module; a module that occurs several times is converted once."""
     if module in converted or isinstance(module, ReversibleBlocks):
         return converted.get(module, module)
     converted[module] = module
     choices: dict[str, Choice] = {}
-    if type(module) in (nn.Sequential, nn.ModuleList):  # a class derived from them may do something else
+    if type(module) in (nn.Sequential, nn.ModuleList):  # a derived class may do something else
         choices = {name: _choose(child, split) for name, child in module._modules.items() if child is not None}
     for name, child in module._modules.items():
         if child is not None and choices.get(name) is None:
             module._modules[name] = _convert(child, split, converted)
             if isinstance(module._modules[name], ReversibleBlocks) and isinstance(module, nn.TransformerEncoder):
-                module.use_nested_tensor = False  # its blocks take nested tensors, but not part by part
+                module.use_nested_tensor = False  # only whole blocks support nested tensors
     if any(choice is not None for choice in choices.values()):
         converted[module] = _container(module, choices)
     return converted[module]
 
 
 def _choose(block: nn.Module, split: Split | None) -> Choice:
-    """How a block is made reversible, if it can be."""
+    """Choose how to convert a block."""
     pair = split(block) if split is not None else None
     if pair is not None:
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, nn.Module) for part in pair)):
             raise ValueError(
-                f"split returns {pair!r} for {type(block).__name__}: return two nn.Modules, f and g (functions would "
-                "not be copied along with the network), or None"
+                f"split returns {pair!r} for {type(block).__name__}: return two nn.Modules, f and g (plain functions "
+                "would not be copied with the network), or None"
             )
         return pair
-    return next((kind for kind in KINDS if kind.matches(block)), None)
+    return next((spec for spec in KNOWN_BLOCKS if spec.matches(block)), None)
 
 
 def _container(container: nn.Module, choices: dict[str, Choice]) -> ReversibleBlocks:
-    """Group what follows each other, is of one kind and takes the same arguments into runs."""
+    """Group consecutive blocks with the same spec and the same arguments into segments."""
     children = {name: child for name, child in container._modules.items() if child is not None}
     members: list[Member] = []
 
-    def alike(name: str) -> object:
+    def group(name: str) -> object:
         choice = choices[name]
-        kind = id(choice) if isinstance(choice, Kind) else None
-        return None if choice is None else (kind, tuple(signature(children[name].forward).parameters))
+        spec = id(choice) if isinstance(choice, BlockSpec) else None
+        return None if choice is None else (spec, tuple(signature(children[name].forward).parameters))
 
-    for key, names in groupby(children, alike):
-        run = {name: children[name] for name in names}
+    for key, names in groupby(children, group):
+        blocks = {name: children[name] for name in names}
         if key is None:
-            members += run.values()
+            members += blocks.values()
         else:
-            members.append(_run(run, [choices[name] for name in run]))
+            members.append(_segment(blocks, [choices[name] for name in blocks]))
     reversible = ReversibleBlocks(children, members)
     reversible.training = container.training
     return reversible
 
 
-def _run(blocks: dict[str, nn.Module], choices: list[Choice]) -> Run:
-    kind = choices[0]
-    if isinstance(kind, Kind):
-        returned = [try_out(kind, block) for block in blocks.values()]
-        layers = _of_kind(kind, list(blocks.values()))
-        return Run(list(blocks), list(blocks.values()), layers, tuples=returned[0], last=kind.post and kind.post[1])
+def _segment(blocks: dict[str, nn.Module], choices: list[Choice]) -> ConvertedSegment:
+    spec = choices[0]
+    if isinstance(spec, BlockSpec):
+        tuples = [check_block(spec, block) for block in blocks.values()]
+        layers = _known_layers(spec, list(blocks.values()))
+        return ConvertedSegment(
+            list(blocks),
+            list(blocks.values()),
+            layers,
+            returns_tuple=tuples[0],
+            final_norm=spec.post_norms and spec.post_norms[1],
+        )
     layers = [
-        ReversibleBlock(Given(block, pair[0]), Given(block, pair[1]))
+        ReversibleBlock(UserResidual(block, pair[0]), UserResidual(block, pair[1]))
         for block, pair in zip(blocks.values(), choices, strict=True)
         if isinstance(pair, tuple)
     ]
-    return Run(list(blocks), list(blocks.values()), layers)
+    return ConvertedSegment(list(blocks), list(blocks.values()), layers)
 
 
-def _of_kind(kind: Kind, blocks: list[nn.Module]) -> list[ReversibleBlock]:
-    if kind.post is None:
-        return [ReversibleBlock(Branch(block, kind.f), Branch(block, kind.g)) for block in blocks]
-    # Each norm stays before the function that it has stood before: norm2 of one block before f of the next.
-    norm1, norm2 = kind.post
+def _known_layers(spec: BlockSpec, blocks: list[nn.Module]) -> list[ReversibleBlock]:
+    if spec.post_norms is None:
+        return [ReversibleBlock(KnownResidual(block, spec.f), KnownResidual(block, spec.g)) for block in blocks]
+    # Each norm stays in front of the function that it precedes: norm2 of one block in front of f of the next.
+    norm1, norm2 = spec.post_norms
     layers = []
     for before, block in zip((None, *blocks), blocks, strict=False):
-        f = Branch(block, kind.f) if before is None else Branch(block, kind.f, before, norm2)
-        layers.append(ReversibleBlock(f, Branch(block, kind.g, block, norm1)))
+        f = KnownResidual(block, spec.f) if before is None else KnownResidual(block, spec.f, before, norm2)
+        layers.append(ReversibleBlock(f, KnownResidual(block, spec.g, block, norm1)))
     return layers
 
 
 def _known() -> str:
     names: dict[str, dict[str, None]] = {}
-    for kind in KINDS:
-        names.setdefault(kind.library, {}).update(dict.fromkeys(kind.classes))
+    for spec in KNOWN_BLOCKS:
+        names.setdefault(spec.library, {}).update(dict.fromkeys(spec.classes))
     return "; ".join(f"of {library} {', '.join(classes)}" for library, classes in names.items())

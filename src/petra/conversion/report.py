@@ -1,4 +1,4 @@
-"""What a conversion has changed."""
+"""A report of the segments that a conversion made reversible."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from petra.conversion.container import ReversibleBlocks
 
 
 @dataclass(frozen=True)
-class ConvertedRun:
-    """A run of blocks that became reversible."""
+class SegmentReport:
+    """A segment of blocks that became reversible."""
 
     path: str
-    """Where its container is in the network."""
+    """The path of its container in the network."""
     names: tuple[str, ...]
-    """The blocks in the container."""
+    """The names of the blocks in the container."""
     kind: str
     """The class of the blocks."""
     post_norm: bool
+    """Whether they were post-norm blocks, which became pre-norm blocks."""
     parameters: int
+    """The number of parameters of the segment."""
 
     def __str__(self) -> str:
         where = f"{self.path or 'the network'}[{self.names[0]}{f'…{self.names[-1]}' if len(self.names) > 1 else ''}]"
@@ -30,36 +32,44 @@ class ConvertedRun:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The runs of blocks that became reversible, and how much of the network they are."""
+    """The segments that became reversible, and their share of the network."""
 
-    runs: tuple[ConvertedRun, ...]
+    segments: tuple[SegmentReport, ...]
+    """The segments, in the order of the network's modules."""
     parameters: int
-    """Of the whole network."""
+    """The number of parameters of the whole network."""
 
     def __str__(self) -> str:
-        if not self.runs:
-            return "nothing here is reversible by a conversion: give the network that make_reversible has returned"
-        share = sum(run.parameters for run in self.runs) / max(self.parameters, 1)
-        lines = [f"{len(self.runs)} reversible run(s), {share:.0%} of {self.parameters:,} parameters"]
-        lines += [f"  {run}" for run in self.runs]
-        one = all(len(run.names) == 1 and not run.post_norm for run in self.runs)
+        if not self.segments:
+            return "no converted segments: give the network that make_reversible returned"
+        share = sum(segment.parameters for segment in self.segments) / max(self.parameters, 1)
+        lines = [f"{len(self.segments)} reversible segment(s), {share:.0%} of {self.parameters:,} parameters"]
+        lines += [f"  {segment}" for segment in self.segments]
+        unchanged = all(len(segment.names) == 1 and not segment.post_norm for segment in self.segments)
         lines.append(
-            "The weights are kept, and each run is of one block, which computes what it did."
-            if one
-            else "The weights are kept, but the network computes something else than before: fine-tune it."
+            "The weights are the same, and so is the function: each segment has only one block."
+            if unchanged
+            else "The weights are the same, but the network computes a different function: fine-tune it."
         )
         return "\n".join(lines)
 
 
 def conversion_report(module: nn.Module) -> ConversionReport:
-    """Tell what `petra.make_reversible` has converted in the network that it has returned."""
-    runs = [
-        ConvertedRun(path, run.names, run.kind, run.last is not None, _count(nn.ModuleList(run.blocks)))
+    """Report what `petra.make_reversible` converted.
+
+    Args:
+        module: The network that `make_reversible` returned.
+
+    Returns:
+        The report; `print` shows it as text.
+    """
+    segments = [
+        SegmentReport(path, s.names, s.kind, s.final_norm is not None, _count(nn.ModuleList(s.blocks)))
         for path, container in module.named_modules()
         if isinstance(container, ReversibleBlocks)
-        for run in container.runs
+        for s in container.segments
     ]
-    return ConversionReport(tuple(runs), _count(module))
+    return ConversionReport(tuple(segments), _count(module))
 
 
 def _count(module: nn.Module) -> int:

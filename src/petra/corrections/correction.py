@@ -1,4 +1,4 @@
-"""What a correction is: what it may change about the forward, the backward and the update of one stage."""
+"""The interface of a correction: what it may change in the forward, the backward and the update of one stage."""
 
 from __future__ import annotations
 
@@ -10,94 +10,166 @@ import torch
 from torch import Tensor, nn
 
 Weights = list[Tensor]
-"""A value for each parameter of a stage, in their order."""
+"""A value for each parameter of a stage, in the order of the parameters."""
 
 
 @dataclass
-class Site:
-    """One stage, as far as corrections know it; what they keep between updates is here."""
+class StageContext:
+    """One stage as corrections see it, with the state that they keep between updates."""
 
     parameters: Sequence[nn.Parameter]
+    """All parameters of the stage."""
     optimizer: torch.optim.Optimizer
+    """The optimizer of the stage."""
     staleness: float
-    """τ: updates between a forward and its backward, in the mean over the micro-batches of a full pipeline."""
+    """τ: updates between a forward and its backward, averaged over the micro-batches of a full pipeline."""
     accumulate: int = 1
-    """k: micro-batches to an update."""
+    """k: micro-batches per update."""
     updates: int = 0
-    """How many there have been."""
-    rate: float = 1.0
-    """What the learning rate of the next update is multiplied by."""
-    highest: float = 0.0
-    """The highest learning rate that there has been."""
-    fall: float = 1.0
-    """ρ: the learning rate of the next update over the highest, as a power of two, the nearest by its exponent."""
-    memory: float = 0.0
-    """How many updates momentum has to remember, 1/(1 - m), if its own are fewer."""
+    """The number of updates so far."""
+    lr_factor: float = 1.0
+    """The factor for the learning rate of the next update."""
+    peak_lr: float = 0.0
+    """The highest learning rate so far."""
+    lr_ratio: float = 1.0
+    """ρ: the learning rate of the next update divided by `peak_lr`, rounded to a power of two."""
+    momentum_horizon: float = 0.0
+    """A lower limit for the number of updates that momentum averages over, 1/(1 - m)."""
     state: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
-    """Of each parameter, like the state of an optimizer."""
+    """The state of each parameter, as in an optimizer."""
 
-    def groups(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-        """The parameters that are trained, each with the settings of its group."""
+    def trained_parameters(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+        """Return the parameters that the optimizer updates.
+
+        Returns:
+            Each parameter with its group of the optimizer.
+        """
         return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
 
-    def group(self) -> dict[str, Any]:
-        """The first group with parameters: settings of one without are in no checkpoint."""
+    def main_group(self) -> dict[str, Any]:
+        """Return the first group of the optimizer that has parameters.
+
+        Checkpoints do not contain the settings of groups without parameters.
+
+        Returns:
+            The group; the very first one if none has parameters.
+        """
         groups = self.optimizer.param_groups
         return next((group for group in groups if group["params"]), groups[0])
 
     def momentum(self, group: dict[str, Any]) -> float:
-        """That of the updates of a group of SGD."""
+        """Return the momentum that the next update of a group of SGD uses.
+
+        Args:
+            group: The group.
+
+        Returns:
+            The group's momentum, or more if a correction asks for it.
+        """
         m = float(group["momentum"])
-        return max(m, 1 - 1 / self.memory) if self.memory > 1 else m
+        return max(m, 1 - 1 / self.momentum_horizon) if self.momentum_horizon > 1 else m
 
 
 class Correction:
-    """A way to make up for staleness. Holds its parameter and nothing else: the state is in the `Site`.
+    """A way to compensate for staleness.
 
-    Sites are of stages with τ > 0; the others need no correction. A ``delay`` is the number of updates between
-    forward and backward of one micro-batch, never 0.
+    A correction holds only its parameter. Its state is in the `StageContext`. Corrections are applied to stages with
+    τ > 0; the others need none. A `delay` is the number of updates between the forward and the backward of one
+    micro-batch, and at least 1.
     """
 
     name: ClassVar[str]
+    """The name that `--corrections` takes."""
     summary: ClassVar[str]
+    """One line for `petra corrections`."""
     example: ClassVar[str]
-    """How it is asked for, with a parameter if it has one."""
-    moves_backward: ClassVar[bool] = False
-    """Whether the backward gets other weights, so that it cannot have those of its forward."""
-    needs_old: ClassVar[bool] = False
-    """Whether it wants to see the weights of before an update."""
+    """An example for `--corrections`, with a parameter if the correction takes one."""
+    experimental: ClassVar[bool] = False
+    """True if the project's measurements do not show a benefit."""
+    changes_backward_weights: ClassVar[bool] = False
+    """True if it changes the weights of the backward, which then cannot be those of the forward."""
+    needs_old_weights: ClassVar[bool] = False
+    """True if `change_step` or `after_step` needs the weights before the update."""
     replaces_step: ClassVar[bool] = False
-    """Whether its own step takes the place of the optimizer's, of which it needs momentum alone."""
+    """True if `change_step` replaces the optimizer's step and needs only its momentum buffer."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError for an optimizer that it cannot be used with."""
+        """Raise `ValueError` if the correction cannot be used with an optimizer.
 
-    def forward_weights(self, site: Site, delay: int) -> Weights | None:
-        """The weights of a forward whose backward will come ``delay`` updates later; None for the current ones."""
+        Args:
+            optimizer: The optimizer of a stage.
+        """
+
+    def forward_weights(self, context: StageContext, delay: int) -> Weights | None:
+        """Return the weights for a forward.
+
+        Args:
+            context: The stage.
+            delay: The number of updates until the backward of the micro-batch.
+
+        Returns:
+            A value for each parameter, or None for the current weights.
+        """
         return None
 
-    def backward_weights(self, site: Site, delay: int) -> Weights | None:
-        """The weights of a backward whose forward was ``delay`` updates ago; None for the current ones."""
+    def backward_weights(self, context: StageContext, delay: int) -> Weights | None:
+        """Return the weights for a backward.
+
+        Args:
+            context: The stage.
+            delay: The number of updates since the forward of the micro-batch.
+
+        Returns:
+            A value for each parameter, or None for the current weights.
+        """
         return None
 
-    def memory(self, site: Site) -> float:
-        """How many updates momentum has to remember."""
+    def momentum_horizon(self, context: StageContext) -> float:
+        """Return a lower limit for the number of updates that momentum averages over, 1/(1 - m).
+
+        Args:
+            context: The stage.
+
+        Returns:
+            The number of updates; 0 for no limit.
+        """
         return 0.0
 
-    def rate(self, site: Site) -> float:
-        """What the learning rate of the next update is multiplied by."""
+    def lr_factor(self, context: StageContext) -> float:
+        """Return the factor for the learning rate of the next update.
+
+        Args:
+            context: The stage.
+
+        Returns:
+            The factor.
+        """
         return 1.0
 
-    def change_gradients(self, site: Site) -> None:
-        """Before an update, and before gradients are clipped."""
+    def change_gradients(self, context: StageContext) -> None:
+        """Change gradients in place before an update, and before they are clipped.
 
-    def change_step(self, site: Site, old: Weights) -> None:
-        """After the optimizer's step from the weights ``old`` of all that is trained: put others in its place."""
+        Args:
+            context: The stage.
+        """
 
-    def see_step(self, site: Site, old: Weights) -> None:
-        """After all others have changed the step."""
+    def change_step(self, context: StageContext, old: Weights) -> None:
+        """Change the weights right after the optimizer's step.
+
+        Args:
+            context: The stage.
+            old: The weights of `context.trained_parameters()` before the step, if `needs_old_weights`.
+        """
+
+    def after_step(self, context: StageContext, old: Weights) -> None:
+        """Update the state of the correction, after all corrections have changed the step.
+
+        Args:
+            context: The stage.
+            old: The weights of `context.trained_parameters()` before the step, if `needs_old_weights`.
+        """
 
     def __str__(self) -> str:
         given: list[Any] = [(f.type, getattr(self, f.name)) for f in fields(self)] if is_dataclass(self) else []
-        # 1 and 1.0 are the same parameter, and have to look the same in a checkpoint.
+        # 1 and 1.0 are the same parameter and must look the same in a checkpoint.
         return ":".join([self.name, *(str(v if kind == "int" else float(v)) for kind, v in given if v is not None)])

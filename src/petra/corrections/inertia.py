@@ -1,4 +1,4 @@
-"""More momentum where gradients come later."""
+"""More momentum for stages whose gradients arrive later."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ from dataclasses import dataclass
 
 import torch
 
-from petra.corrections.correction import Correction, Site
+from petra.corrections.correction import Correction, StageContext
 
 
 @dataclass(frozen=True)
 class Inertia(Correction):
     """Momentum m_s with 1/(1 - m_s) = max(1/(1 - m), c·k·τ²·ρ), and a learning rate of lr·(1 - m_s)/(1 - m).
 
-    What a gradient does to the weights in the end is the same, only slower. An update that comes τ too late then
-    stays stable at sharper curvatures, if `Predict` or `Coast` looks ahead as far as it is late: with momentum near 1 a
-    quadratic loss of curvature h is an oscillation of frequency √(lr_s·h), which has to be slow beside the delay. As lr
-    goes with k, so does the factor: momentum remembers c·n² micro-batches where n are in flight, whatever k is. And
-    as lr falls to ρ times its highest, so does what has to be remembered: long oscillations keep weights from settling.
+    The total effect of a gradient on the weights stays the same, but is spread over more updates. Updates that are τ
+    late then stay stable at higher curvatures, if `Predict` or `Coast` looks ahead by the delay: with momentum near 1,
+    a quadratic loss of curvature h is an oscillation of frequency √(lr_s·h), which has to be slow compared with the
+    delay. The learning rate grows with k, and so does the formula: with n micro-batches in flight, momentum averages
+    over c·n² micro-batches for any k. When the learning rate falls to ρ times its peak, the formula falls too, because
+    slow oscillations keep weights from converging.
+
+    Measured: RevNet-18 on CIFAR-10, ten stages, k = 1, 30 epochs: 92.1 % with `predict,inertia:4`, 92.4 % with backprop
+    (six seeds each); 91.9 % with `inertia:4` alone and 91.6 % without corrections (one seed each). A RevNet with 18
+    stages on digits, k = 8, two seeds: training loss 0.15 with `inertia:4`, 0.28 without.
     """
 
     name = "inertia"
-    summary = "more momentum and a smaller rate where gradients are late; goes with predict or coast"
+    summary = "more momentum and a smaller learning rate where gradients are late; use it with predict"
     example = "inertia:1.5"
 
     factor: float = 1.0
+    """c."""
 
     def __post_init__(self) -> None:
         if not 0 < self.factor < float("inf"):
@@ -33,7 +39,7 @@ class Inertia(Correction):
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, torch.optim.SGD):
             raise ValueError(
-                f"inertia has a meaning for SGD with momentum, not for {type(optimizer).__name__}: leave inertia out"
+                f"inertia works with SGD with momentum, not with {type(optimizer).__name__}: leave inertia out"
             )
         momenta = sorted({group["momentum"] for group in optimizer.param_groups})
         dampened = any(group["dampening"] for group in optimizer.param_groups)
@@ -44,9 +50,9 @@ class Inertia(Correction):
                 "change that, or leave inertia out"
             )
 
-    def memory(self, site: Site) -> float:
-        return self.factor * site.accumulate * site.staleness**2 * site.fall
+    def momentum_horizon(self, context: StageContext) -> float:
+        return self.factor * context.accumulate * context.staleness**2 * context.lr_ratio
 
-    def rate(self, site: Site) -> float:
-        group = site.group()
-        return (1 - site.momentum(group)) / (1 - float(group["momentum"]))
+    def lr_factor(self, context: StageContext) -> float:
+        group = context.main_group()
+        return (1 - context.momentum(group)) / (1 - float(group["momentum"]))

@@ -8,21 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from petra.corrections.correction import Correction, Site, Weights
-from petra.corrections.rates import rate_of
+from petra.corrections.correction import Correction, StageContext, Weights
+from petra.corrections.learning_rates import scaled_lr
 
 
 @dataclass(frozen=True)
 class Predict(Correction):
-    """Forward with θ - lr·d·v, a guess at the weights of the backward d updates later; backward with θ as always.
+    """Forward with θ - lr·d·v, an estimate of the weights of the backward d updates later; backward with θ.
 
-    v is what the optimizer moves along if no new gradient comes: the momentum buffer of SGD, m̂/(√v̂ + ε) of Adam.
-    Nothing is predicted before the first update, nor where τ < 1: some micro-batches of an update have current weights
-    then, and others those of before, of which the mean is mostly steadier than what it would be with a guess.
+    v is the direction that the optimizer follows without new gradients: the momentum buffer of SGD, m̂/(√v̂ + ε) of
+    Adam. Nothing is predicted before the first update, nor where τ < 1. There, some micro-batches of an update see the
+    current weights and others those of one update before, and their mean is mostly more stable without a prediction.
+
+    Measured: RevNet-18 on CIFAR-10, ten stages, k = 1, 30 epochs: 92.1 % with `predict,inertia:4` and 92.4 % with
+    backprop (six seeds each); 91.8 % with `predict` alone and 91.6 % without corrections (one seed each). Use it with
+    `inertia`: alone it does not help reliably, and with 18 stages on digits it is worse than no correction.
     """
 
     name = "predict"
-    summary = "forward with weights extrapolated to the backward (linear weight prediction, Kosson et al.)"
+    summary = "forward with weights extrapolated to the backward (Kosson et al.); use it with inertia"
     example = "predict"
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -33,55 +37,71 @@ class Predict(Correction):
                 )
         elif not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ValueError(
-                f"{self.name} knows where SGD with momentum, Adam and AdamW move, not {type(optimizer).__name__}: "
+                f"{self.name} supports SGD with momentum, Adam and AdamW, not {type(optimizer).__name__}: "
                 f"use one of them, or leave {self.name} out"
             )
 
-    def steps(self, site: Site, delay: int, group: dict[str, Any]) -> float:
-        """How many steps along v are made in ``delay`` updates."""
+    def steps(self, context: StageContext, delay: int, group: dict[str, Any]) -> float:
+        """Return the number of steps along v to look ahead.
+
+        Args:
+            context: The stage.
+            delay: The number of updates until the backward.
+            group: The group of the optimizer.
+
+        Returns:
+            The number of steps, which may be a fraction.
+        """
         return delay
 
     @torch.no_grad()
-    def forward_weights(self, site: Site, delay: int) -> Weights | None:
-        if site.updates == 0 or site.staleness < 1:
+    def forward_weights(self, context: StageContext, delay: int) -> Weights | None:
+        if context.updates == 0 or context.staleness < 1:
             return None
         found: dict[Tensor, Tensor] = {}
-        for group in site.optimizer.param_groups:
-            rate = rate_of(group, site.rate)
-            # On a device as on the host: rounded once.
-            ahead = (rate.double() if isinstance(rate, Tensor) else rate) * self.steps(site, delay, group)
+        for group in context.optimizer.param_groups:
+            rate = scaled_lr(group, context.lr_factor)
+            # In double precision on a device too, so that the product is rounded only once, as on the host.
+            ahead = (rate.double() if isinstance(rate, Tensor) else rate) * self.steps(context, delay, group)
             for parameter in group["params"]:
-                # What has been frozen since stays where it is, whatever its momentum was.
-                v = _velocity(site.optimizer, parameter, group) if parameter.requires_grad else None
+                # A parameter that was frozen in the meantime does not move, whatever its momentum.
+                v = _velocity(context.optimizer, parameter, group) if parameter.requires_grad else None
                 found[parameter] = parameter.clone() if v is None else parameter - ahead * v
-        return [found.get(p, p.data) for p in site.parameters]
+        return [found.get(p, p.data) for p in context.parameters]
 
 
 @dataclass(frozen=True)
 class Coast(Predict):
-    """Forward with θ - lr·(r + r² + … + r^d)·v, one more r with Nesterov's momentum; r is that of the optimizer, m.
+    """Forward with θ - lr·(r + r² + … + r^d)·v, with one more factor r for Nesterov momentum.
 
-    `Predict` takes v for what every update will move by. That holds for the mean gradient, but most of a batch's
-    gradient is noise, which the next batch does not repeat: with r = m this is where momentum alone leads. A smaller
-    r allows for gradients that pull back what noise has moved.
+    `Predict` assumes that every update moves by v. That is true for the mean gradient, but most of a batch's gradient
+    is noise, which the next batch does not repeat. With r = m, the momentum, the forward uses the weights that momentum
+    alone leads to. A smaller r allows for gradients that undo what noise has changed.
+
+    Experimental. Measured: RevNet-18 on CIFAR-10, ten stages, k = 1, 30 epochs, one seed each: 91.9 % with `coast`,
+    91.5 % with `coast:0.8`, 91.6 % without corrections and 91.8 % with `predict`. These differences are within those
+    between seeds. With `inertia:4` on digits, `coast` and `predict` differ by 0.2 points.
     """
 
     decay: float | None = None
+    """r; None for the momentum of the optimizer."""
 
     name = "coast"
-    summary = "forward with the weights that momentum alone (or a factor of its own) leads to"
+    summary = "forward with the weights that momentum alone (or another factor) leads to"
     example = "coast:0.8"
+    experimental = True
 
     def __post_init__(self) -> None:
         if self.decay is not None and not 0 < self.decay <= 1:
-            raise ValueError(f"coast:{self.decay:g} moves by a sum of powers: give a factor above 0 and up to 1")
+            raise ValueError(f"coast has factor {self.decay:g}: give more than 0 and at most 1, like {self.example}")
 
-    def steps(self, site: Site, delay: int, group: dict[str, Any]) -> float:
-        r = self.decay or (site.momentum(group) if "momentum" in group else float(group["betas"][0]))
+    def steps(self, context: StageContext, delay: int, group: dict[str, Any]) -> float:
+        r = self.decay or (context.momentum(group) if "momentum" in group else float(group["betas"][0]))
         return sum(r ** (i + bool(group.get("nesterov"))) for i in range(1, delay + 1))
 
 
 def _velocity(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
+    """Return the direction of the optimizer's next step without a new gradient; None before the first step."""
     state: dict[str, Tensor] = optimizer.state.get(parameter, {})
     if isinstance(optimizer, torch.optim.SGD):
         return state.get("momentum_buffer")

@@ -1,4 +1,4 @@
-"""Where a figure was measured, and with which code: stored beside every result."""
+"""The environment of a measurement: code, versions and hardware. It is stored with every result."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ import torch
 
 
 def source_hash(folder: Path) -> str:
-    """The first digits of a SHA-256 of names and contents of all modules in a folder, compiled ones left out."""
-    whole = sha256()
+    """Return the first 12 digits of a SHA-256 of the names and contents of all Python files in a folder."""
+    digest = sha256()
     for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")):
-        whole.update(sha256(name.encode()).digest() + sha256(path.read_bytes()).digest())
-    return whole.hexdigest()[:12]
+        digest.update(sha256(name.encode()).digest() + sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
-# When Petra is imported, not when it is asked for: files may be changed while a training goes on with what they were.
+# Computed at import, because the files may change while a training runs.
 _SOURCE = source_hash(Path(__file__).parents[1])
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Code, versions, hardware; on a GPU, whether cuDNN chooses algorithms by time, so maybe others the next time."""
+    """Return a description of the code, versions and hardware.
+
+    Args:
+        device: The device of the measurement.
+
+    Returns:
+        Plain values by name. On a GPU, `cudnn_benchmark` says whether cuDNN selects algorithms by time, so that another
+        run may use different ones.
+    """
     device = torch.device(device)
-    found = {
+    result = {
         "source": _SOURCE,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -35,4 +43,4 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
-    return found | ({"cudnn_benchmark": torch.backends.cudnn.benchmark} if device.type == "cuda" else {})
+    return result | ({"cudnn_benchmark": torch.backends.cudnn.benchmark} if device.type == "cuda" else {})

@@ -1,4 +1,4 @@
-"""Seconds of every layer, measured with the engine's own stages of one layer each."""
+"""Measures the time of every layer in stages of one layer each."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from petra.execution import Rehearsal, Stage
-from petra.execution.stage import Loss, OptimizerFactory
-from petra.execution.templates import shapes_of
-from petra.methods import BackwardMessage, Chain, Method, Settings
+from petra.methods import BackwardMessage, Method, Settings, StageLayers
+from petra.pipeline import MessageFormat, ShapeInference, Stage, StageBuilder
+from petra.pipeline.message_shapes import shapes_of
+from petra.pipeline.stage import Loss, OptimizerFactory
 from petra.reversible.streams import Streams, channels_last
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one forward, one backward, one update, and of one step of what predicts gradients."""
+    """The durations of the actions of a stage."""
 
     forward: float = 0.0
+    """Seconds of one forward."""
     backward: float = 0.0
+    """Seconds of one backward."""
     update: float = 0.0
+    """Seconds of one update."""
     learn: float = 0.0
+    """Seconds of one training step of the synthesizer."""
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -37,44 +41,84 @@ class Seconds:
         return Seconds(*(factor * a for a in astuple(self)))
 
     def per_tick(self, accumulate: int) -> float:
-        """Of a tick on average, with an update every ``accumulate`` micro-batches."""
+        """Return the mean time of a tick.
+
+        Args:
+            accumulate: The number of micro-batches per update.
+
+        Returns:
+            Seconds.
+        """
         return self.forward + self.backward + self.learn + self.update / accumulate
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of the layers of a network under one method."""
+    """The times of the layers of a network with one method."""
 
     layers: list[Seconds]
-    """Each layer in a stage below the last; the last layer with the loss."""
+    """Each layer in a stage that is not the last one. The last layer includes the loss."""
     recorded: dict[int, Seconds]
-    """Layers that cost something else where the last stage keeps their graph instead of running them again."""
+    """Times of layers in the last stage, which keeps their autograd graph instead of recomputing it."""
     records: list[list[int]]
-    """For each layer, those that get this other price when the last stage begins there."""
+    """For each layer, the layers that have their times in `recorded` if the last stage begins with it."""
 
     def stage(self, cut: range) -> Seconds:
-        """Of a stage of these layers."""
+        """Return the times of a stage.
+
+        Args:
+            cut: The indices of its layers.
+
+        Returns:
+            The sums over its layers.
+        """
         recorded = self.records[cut.start] if cut.stop == len(self.layers) else ()
         return sum((self.recorded[i] if i in recorded else self.layers[i] for i in cut), Seconds())
 
     def scaled(self, factors: Sequence[float]) -> Profile:
-        """With the seconds of each layer times its factor."""
+        """Return a profile with scaled times.
+
+        Args:
+            factors: A factor for each layer.
+
+        Returns:
+            The scaled profile.
+        """
         layers = [s * factor for s, factor in zip(self.layers, factors, strict=True)]
         return Profile(layers, {i: s * factors[i] for i, s in self.recorded.items()}, self.records)
 
     def to_json(self) -> list[Any]:
-        """Plain values that `from_json` reads."""
+        """Convert the profile to plain values.
+
+        Returns:
+            What `from_json` takes.
+        """
         recorded = [[i, astuple(s)] for i, s in self.recorded.items()]
         return [[astuple(s) for s in self.layers], recorded, self.records]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Profile:
+        """Restore a profile.
+
+        Args:
+            values: What `to_json` reawaiting_backward.
+
+        Returns:
+            The profile.
+        """
         layers, recorded, records = values
         return cls([Seconds(*s) for s in layers], {i: Seconds(*s) for i, s in recorded}, records)
 
     @staticmethod
     def median(profiles: Sequence[Profile]) -> Profile:
-        """Of several profiles of the same network, number by number."""
+        """Return the medians of several profiles of the same network.
+
+        Args:
+            profiles: The profiles.
+
+        Returns:
+            A profile with the median of every time.
+        """
         first = profiles[0]
         return Profile(
             [_median([p.layers[i] for p in profiles]) for i in range(len(first.layers))],
@@ -84,38 +128,48 @@ class Profile:
 
 
 class Stopwatch:
-    """Notes the seconds of everything that a stage does from now on."""
+    """Records the durations of all actions of a stage from now on.
+
+    Args:
+        stage: The stage, whose methods are wrapped.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self.forward: list[float] = []
         self.backward: list[float] = []
         self.update: list[float] = []
         self.learn: list[float] = []
-        self._device = stage.chain.settings.device
-        for name in ("forward", "backward", "update", "learn"):
+        self._device = stage.layers.settings.device
+        for name in ("forward", "backward", "update"):
             setattr(stage, name, self._timed(getattr(stage, name), getattr(self, name)))
-        # The loss belongs to the forward of the last stage, which has just been noted.
-        setattr(stage, "finish", self._timed(stage.finish, self.forward, join=True))  # noqa: B010
+        setattr(stage, "train_synthesizer", self._timed(stage.train_synthesizer, self.learn))  # noqa: B010
+        # The loss and the prediction of gradients count as part of the forward before them.
+        for name in ("compute_loss", "predict_gradient"):
+            setattr(stage, name, self._timed(getattr(stage, name), self.forward, add_to_last=True))
 
     @property
     def total(self) -> float:
-        """All seconds so far."""
+        """The sum of all durations so far."""
         return sum(self.forward) + sum(self.backward) + sum(self.update) + sum(self.learn)
 
     def rounds(self) -> list[Seconds]:
-        """Of each forward, backward and update, as long as there are all three, with each `learn` if there are any."""
+        """Group the durations by micro-batch.
+
+        Returns:
+            The n-th forward, backward, update and training step of the synthesizer, as far as there are all of them.
+        """
         learn = self.learn or repeat(0.0)
         return [Seconds(*round) for round in zip(self.forward, self.backward, self.update, learn, strict=False)]
 
-    def _timed(self, work: Callable[..., Any], seconds: list[float], join: bool = False) -> Callable[..., Any]:
+    def _timed(self, work: Callable[..., Any], seconds: list[float], add_to_last: bool = False) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             began = self._now()
             result = work(*arguments)
-            taken = self._now() - began
-            if join:
-                seconds[-1] += taken
+            elapsed = self._now() - began
+            if add_to_last:
+                seconds[-1] += elapsed
             else:
-                seconds.append(taken)
+                seconds.append(elapsed)
             return result
 
         return timed
@@ -138,93 +192,111 @@ def profile(
     repeats: int = 10,
     warmup: int = 3,
 ) -> Profile:
-    """Medians over ``repeats`` micro-batches like ``inputs``, after ``warmup`` others.
+    """Measure the time of every layer, in stages of one layer each.
 
-    Every layer is a stage of its own and does what the method has it do. The layers themselves are left as they
-    are: the work is done on a copy.
+    The layers are copied, and not changed.
+
+    Args:
+        layers: The layers of the network.
+        method: The method to train with.
+        inputs: The inputs of a micro-batch, on the device.
+        targets: The targets of a micro-batch.
+        loss: The loss.
+        optimizer: Creates an optimizer for a list of parameters.
+        settings: How layers are evaluated; by default on the device of the inputs.
+        repeats: The number of micro-batches to measure.
+        warmup: The number of micro-batches before these.
+
+    Returns:
+        The medians over `repeats` micro-batches.
     """
     settings = settings or Settings(inputs[0].device)
     records = _records(layers, method, inputs)
     layers, count = deepcopy(list(layers)), len(layers)
-    chains = [
-        Chain([layer], i, settings, a) for i, (layer, a) in enumerate(zip(layers, [*layers[1:], None], strict=True))
-    ]
 
-    def stage(i: int, last: bool, trained: list[nn.Parameter]) -> Stage:
-        return Stage(
-            count - 1 if last else i,
-            count,
-            chains[i],
-            method,
-            optimizer(trained) if trained else None,
-            loss=loss if i == count - 1 else None,
-            sends_streams=i > 0 and method.needs_outputs(chains[i - 1]),
-            synthesizer=None if last else method.synthesizer(chains[i]),
-            channels_last=any(channels_last(p) for layer in layers for p in layer.parameters()),
-        )
+    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+        trained = [p for p in parameters if p.requires_grad]
+        return optimizer(trained) if trained else None
 
-    stages = [stage(i, i == count - 1, [p for p in chains[i].parameters() if p.requires_grad]) for i in range(count)]
-    recorded = {i: stage(i, True, []) for i in sorted({i for run in records for i in run})}
-    watches = [Stopwatch(s) for s in stages]
-    others = {i: Stopwatch(s) for i, s in recorded.items()}
-    # A stashing method copies weights only if an update comes between a forward and its backward.
+    builder = StageBuilder(layers, method, settings, loss=loss, optimizer=make_optimizer)
+    stages = [builder.build(i, count, range(i, i + 1)) for i in range(count)]
+    # The same layers within the last stage, without optimizer and loss.
+    final = replace(builder, loss=None, optimizer=None)
+    recorded = {i: final.build(count - 1, count, range(i, i + 1)) for i in sorted({i for own in records for i in own})}
+    lay_out = MessageFormat(None, any(channels_last(p) for layer in layers for p in layer.parameters())).lay_out
+    stopwatches = [Stopwatch(s) for s in stages]
+    recorded_stopwatches = {i: Stopwatch(s) for i, s in recorded.items()}
+    # A method that stashes weights copies them only if there is an update between a forward and its backward.
     delay = 1 if method.stashes_weights else 0
-    turned: deque[tuple[int, list[Streams], BackwardMessage]] = deque()
+    awaiting_backward: deque[tuple[int, list[Streams], BackwardMessage]] = deque()
     for microbatch in range(warmup + repeats + delay):
-        entering, streams = [], inputs
+        stage_inputs, streams = [], inputs
         for s in stages:
-            entering.append(streams)
-            streams = s.forward(microbatch, streams)
-        stages[-1].finish(microbatch, streams, targets)
-        message = stages[-1].backward(microbatch, None)
+            stage_inputs.append(streams)
+            streams = lay_out(s.forward(microbatch, streams))
+            if s.synthesizer is not None:
+                s.predict_gradient(microbatch, streams)
+        stages[-1].compute_loss(microbatch, streams, targets)
+        message = _apply_layout(stages[-1].backward(microbatch, None), lay_out)
         stages[-1].update()
-        turned.append((microbatch, entering, message))
-        if len(turned) > delay:
-            oldest, entering, message = turned.popleft()
+        awaiting_backward.append((microbatch, stage_inputs, message))
+        if len(awaiting_backward) > delay:
+            oldest, stage_inputs, message = awaiting_backward.popleft()
             for i in reversed(range(count - 1)):
                 if i in recorded:
-                    recorded[i].forward(oldest, entering[i])
+                    recorded[i].forward(oldest, stage_inputs[i])
                     recorded[i].backward(oldest, message)
                     recorded[i].update()
                 above, predicts = message, stages[i].predicts
-                message = stages[i].backward(oldest, None if predicts else above)
+                message = _apply_layout(stages[i].backward(oldest, None if predicts else above), lay_out)
                 stages[i].update()
                 if predicts:
-                    stages[i].learn(above)
-    rounds = [watch.rounds()[warmup : warmup + repeats] for watch in watches]
+                    stages[i].train_synthesizer(above)
+    rounds = [watch.rounds()[warmup : warmup + repeats] for watch in stopwatches]
     measured = [_median(layer) for layer in rounds]
-    # What interrupts a process now and then shows in the time of a whole round, but in no median of a layer.
+    # Occasional interruptions of the process lengthen whole rounds, but not the median of a layer.
     whole = median(sum(s.per_tick(1) for s in round) for round in zip(*rounds, strict=True))
     scale = whole / sum(s.per_tick(1) for s in measured)
-    # Layers are updated in the last stage as in any other.
-    again = {i: replace(_median(w.rounds()[warmup:]), update=measured[i].update) * scale for i, w in others.items()}
-    return Profile([s * scale for s in measured], again, records)
+    # Updates take the same time in all stages.
+    in_last_stage = {
+        i: replace(_median(w.rounds()[warmup:]), update=measured[i].update) * scale
+        for i, w in recorded_stopwatches.items()
+    }
+    return Profile([s * scale for s in measured], in_last_stage, records)
 
 
 def _records(layers: Sequence[nn.Module], method: Method, inputs: Streams) -> list[list[int]]:
-    """For each layer: if the last stage begins there, which layers have a graph earlier than in another stage."""
-    outline = [deepcopy(layer).to("meta") for layer in layers]
-    entering = Rehearsal(outline, [range(i, i + 1) for i in range(len(outline))], method).shapes(shapes_of(inputs)).ups
+    """For each layer, return the layers that build a graph in the forward only if the last stage begins with it."""
+    meta_layers = [deepcopy(layer).to("meta") for layer in layers]
+    stage_inputs = (
+        ShapeInference(meta_layers, [range(i, i + 1) for i in range(len(meta_layers))], method)
+        .shapes(shapes_of(inputs))
+        .forward
+    )
     settings = Settings(torch.device("meta"))
     seen: set[int] = set()
 
-    def note(i: int) -> Callable[..., None]:
+    def make_hook(i: int) -> Callable[..., None]:
         return lambda *_: seen.add(i) if torch.is_grad_enabled() else None
 
-    for i, layer in enumerate(outline):
+    for i, layer in enumerate(meta_layers):
         for module in layer.modules():
-            module.register_forward_pre_hook(note(i))
+            module.register_forward_pre_hook(make_hook(i))
 
-    def seen_in(start: int, stop: int, final: bool) -> set[int]:
+    def recording_layers(start: int, stop: int, final: bool) -> set[int]:
         seen.clear()
-        streams = tuple(x for x in entering[start] if x is not None)
-        method.forward(Chain(outline[start:stop], start, settings), 0, streams, final)
+        streams = tuple(x for x in stage_inputs[start] if x is not None)
+        method.forward(StageLayers(meta_layers[start:stop], start, settings), 0, streams, final)
         return set(seen)
 
-    count = len(outline)
-    always = {i for i in range(count) if seen_in(i, i + 1, False)}
-    # The last layer is in the last stage wherever that begins.
-    return [sorted(seen_in(start, count, True) - always - {count - 1}) for start in range(count)]
+    count = len(meta_layers)
+    always = {i for i in range(count) if recording_layers(i, i + 1, False)}
+    # The last layer is always in the last stage.
+    return [sorted(recording_layers(start, count, True) - always - {count - 1}) for start in range(count)]
+
+
+def _apply_layout(message: BackwardMessage, lay_out: Callable[[Any], Any]) -> BackwardMessage:
+    return BackwardMessage(None if message.streams is None else lay_out(message.streams), lay_out(message.gradients))
 
 
 def _median(values: Sequence[Seconds]) -> Seconds:

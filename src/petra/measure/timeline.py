@@ -1,4 +1,4 @@
-"""What every rank did when, on one clock: a trace that opens in Perfetto or chrome://tracing, and idle times."""
+"""Traces of the actions of all ranks on one clock, for Perfetto or chrome://tracing, and idle times."""
 
 from __future__ import annotations
 
@@ -8,93 +8,113 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from petra.execution import LocalExecutor, Transport
+from petra.distributed import Transport
+from petra.formatting import render
+from petra.pipeline import Executor
 from petra.schedule import Action, Kind
-from petra.tables import render
 
 _NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Kind.LEARN: "learn"}
 
 
 @dataclass(frozen=True)
 class Event:
-    """One action: when it asked for its message, had it, and was done. Seconds on the clock of process 0."""
+    """One action, with times in seconds on the clock of process 0."""
 
     process: int
+    """The process that performed it."""
     tick: int
+    """The tick."""
     action: Action
+    """The action."""
     asked: float
+    """When it began to wait for its message."""
     began: float
+    """When it had its message."""
     ended: float
+    """When it ended."""
 
 
 @dataclass(frozen=True)
-class Clock:
-    """How far this process's clock is ahead of process 0's, and how far off that may be."""
+class ClockOffset:
+    """How far the clock of this process is ahead of that of process 0."""
 
     offset: float
+    """Seconds."""
     error: float
+    """The largest error of the offset."""
     when: float
+    """The time of the measurement, on the clock of this process."""
 
 
-def align(transport: Transport, rounds: int = 16) -> Clock:
-    """Compare clocks. All processes call it at once.
+def measure_offset(transport: Transport, rounds: int = 16) -> ClockOffset:
+    """Compare the clocks. All processes call it at the same time.
 
-    Nobody leaves a gathering before everybody has entered it. So the entry of one and the exit of another bound the
-    difference of their clocks from both sides, and the narrowest of many bounds counts.
+    No process leaves a `gather` before all processes have entered it. So the entry of one process and the exit of
+    another bound the difference of their clocks from both sides. The result uses the tightest bounds of all rounds.
     """
     times = []
     for _ in range(rounds):
         entry = time.perf_counter()
         transport.gather(None)
         times.append((entry, time.perf_counter()))
-    said = transport.gather(times)
-    own = said[transport.places().index(transport.place)]
-    low = max(entry - first_exit for (entry, _), (_, first_exit) in zip(own, said[0], strict=True))
-    high = min(leave - first_entry for (_, leave), (first_entry, _) in zip(own, said[0], strict=True))
-    if own == said[0]:
+    all_times = transport.gather(times)
+    own = all_times[transport.positions().index(transport.position)]
+    low = max(entry - first_exit for (entry, _), (_, first_exit) in zip(own, all_times[0], strict=True))
+    high = min(leave - first_entry for (_, leave), (first_entry, _) in zip(own, all_times[0], strict=True))
+    if own == all_times[0]:
         low = high = 0.0
-    return Clock((low + high) / 2, (high - low) / 2, time.perf_counter())
+    return ClockOffset((low + high) / 2, (high - low) / 2, time.perf_counter())
 
 
 class Timeline:
-    """Records the actions of an executor for a number of ticks."""
+    """Records the actions of an executor. All ranks create one at the same time.
 
-    def __init__(self, executor: LocalExecutor, transport: Transport, ticks: int) -> None:
+    Args:
+        executor: The executor of this rank.
+        transport: The transport of this rank.
+        ticks: The number of ticks to record.
+    """
+
+    def __init__(self, executor: Executor, transport: Transport, ticks: int) -> None:
         self._executor, self._transport = executor, transport
         self._first = executor.microbatches
         self._ticks = ticks
-        self._begun: list[tuple[int, str, float, float, float]] = []
-        self._start = align(transport)
-        executor.clock = self._note
+        self._recorded: list[tuple[int, str, float, float, float]] = []
+        self._start = measure_offset(transport)
+        executor.clock = self._record
 
     @property
     def full(self) -> bool:
-        """Whether all ticks are in; the same on every rank."""
+        """Whether all ticks are recorded. It is the same on all ranks."""
         return self._executor.microbatches >= self._first + self._ticks
 
-    def _note(self, tick: int, action: Action, asked: float, began: float, ended: float) -> None:
-        self._begun.append((tick, str(action), asked, began, ended))
+    def _record(self, tick: int, action: Action, asked: float, began: float, ended: float) -> None:
+        self._recorded.append((tick, str(action), asked, began, ended))
 
     def finish(self) -> Trace:
-        """Stop, and put the records of all ranks together. All ranks call it at once."""
+        """Stop recording, and merge the records of all ranks. All ranks call it at the same time.
+
+        Returns:
+            The trace of all ranks, on every rank.
+        """
         self._executor.clock = None
-        end = align(self._transport)
+        end = measure_offset(self._transport)
         span = max(end.when - self._start.when, 1e-9)
 
-        def shifted(moment: float) -> float:
-            part = (moment - self._start.when) / span
-            return moment - (self._start.offset + part * (end.offset - self._start.offset))
+        def on_common_clock(time: float) -> float:
+            part = (time - self._start.when) / span  # clocks drift linearly
+            return time - (self._start.offset + part * (end.offset - self._start.offset))
 
-        own = [(tick, action, *map(shifted, moments)) for tick, action, *moments in self._begun]
+        own = [(tick, action, *map(on_common_clock, times)) for tick, action, *times in self._recorded]
         error = max(self._start.error, end.error)
-        said = self._transport.gather([own, error])
+        gathered = self._transport.gather([own, error])
         events = [
-            Event(process, tick, Action.parse(action), *moments)
-            for process, (events, _) in enumerate(said)
-            for tick, action, *moments in events
+            Event(process, tick, Action.parse(action), *times)
+            for process, (records, _) in enumerate(gathered)
+            for tick, action, *times in records
         ]
-        names = [str(place) for place in self._transport.places()]
-        return Trace(events, names, self._executor.order.staleness(0) + 1, max(error for _, error in said))
+        names = [str(position) for position in self._transport.positions()]
+        return Trace(events, names, self._executor.schedule.staleness(0) + 1, max(error for _, error in gathered))
 
 
 @dataclass(frozen=True)
@@ -102,14 +122,20 @@ class Trace:
     """The actions of all processes."""
 
     events: list[Event]
+    """The actions."""
     names: list[str]
+    """The names of the processes."""
     fill: int
-    """The tick from which on all stages are at work."""
+    """The first tick in which all stages are busy."""
     clock_error: float
-    """Seconds by which the clocks may differ after they were aligned."""
+    """The largest error of the common clock, in seconds."""
 
     def idle(self) -> list[float]:
-        """For each process, the part of the time in which it did no action, from when the pipeline is full."""
+        """Return the idle time of each process, from the tick in which the pipeline is full.
+
+        Returns:
+            For each process, the fraction of time without an action; an empty list if the trace is too short.
+        """
         steady = [[e for e in self.events if e.process == p and e.tick >= self.fill] for p in range(len(self.names))]
         if not all(steady):
             return []
@@ -121,12 +147,16 @@ class Trace:
         return [1 - seconds / (stop - start) for seconds in busy]
 
     def save(self, path: Path) -> None:
-        """Write it in the format of chrome://tracing."""
-        whole = path.with_name(path.name + ".tmp")
-        whole.write_text(json.dumps({"traceEvents": self._chrome(), "displayTimeUnit": "ms"}) + "\n")
-        whole.replace(path)
+        """Write the trace in the format of chrome://tracing.
 
-    def _chrome(self) -> list[dict[str, Any]]:
+        Args:
+            path: The file.
+        """
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps({"traceEvents": self._trace_events(), "displayTimeUnit": "ms"}) + "\n")
+        temporary.replace(path)
+
+    def _trace_events(self) -> list[dict[str, Any]]:
         zero = min((e.asked for e in self.events), default=0.0)
         result: list[dict[str, Any]] = []
         for process, name in enumerate(self.names):
@@ -141,31 +171,35 @@ class Trace:
                 result.append({**span, "name": "wait", **_span(e.asked - zero, e.began - zero)})
             name = f"{_NAMES[e.action.kind]} {e.action.microbatch}"
             result.append({**span, "name": name, "cat": _NAMES[e.action.kind], **_span(e.began - zero, e.ended - zero)})
-        return result + self._arrows(zero)
+        return result + self._message_arrows(zero)
 
-    def _arrows(self, zero: float) -> list[dict[str, Any]]:
-        """From every action to the one that uses its message."""
+    def _message_arrows(self, zero: float) -> list[dict[str, Any]]:
+        """Return arrows from every action to the action that uses its message."""
         replicas = len({e.process for e in self.events if e.action.stage == 0}) or 1
         by_action = {(e.process % replicas, e.action): e for e in self.events}
         result = []
         for number, ((replica, action), sender) in enumerate(by_action.items()):
             step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.UPDATE: 0, Kind.LEARN: 0}[action.kind]
-            learns = Action(action.stage - 1, Kind.LEARN, action.microbatch)  # in place of the backward there
-            uses = Action(action.stage + step, action.kind, action.microbatch)
-            user = by_action.get((replica, learns)) if step < 0 else None
-            user = user or by_action.get((replica, uses))
+            learn = Action(action.stage - 1, Kind.LEARN, action.microbatch)  # instead of a backward of that stage
+            same_kind = Action(action.stage + step, action.kind, action.microbatch)
+            user = by_action.get((replica, learn)) if step < 0 else None
+            user = user or by_action.get((replica, same_kind))
             if step == 0 or user is None:
                 continue
             arrow = {"name": "message", "cat": "message", "id": number}
             for phase, e, moment in (("s", sender, sender.ended), ("f", user, user.began)):
-                place = {"pid": e.process, "tid": e.action.stage, "ts": (moment - zero) * 1e6}
-                result.append({**arrow, "ph": phase, "bp": "e", **place})
+                position = {"pid": e.process, "tid": e.action.stage, "ts": (moment - zero) * 1e6}
+                result.append({**arrow, "ph": phase, "bp": "e", **position})
         return result
 
     def table(self) -> str:
-        """Idle time of each process."""
+        """Return a table with the idle time of each process.
+
+        Returns:
+            The table, or a message if the trace is too short.
+        """
         if not self.idle():
-            return "the trace is too short to tell idle times: trace more ticks than it takes to fill the pipeline"
+            return "the trace is too short to compute idle times: trace more ticks than it takes to fill the pipeline"
         return render(
             ["process", "idle"], [[n, f"{i:.1%}"] for n, i in zip(self.names, self.idle(), strict=True)], left=1
         )

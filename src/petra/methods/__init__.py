@@ -1,15 +1,25 @@
-"""The family of training methods, each a small stateless object."""
+"""The family of training methods: backprop, PETRA, delayed gradients, Features Replay, DDG and DNI.
 
-from petra.methods.backprop import Backprop, GPipeBackprop, OneForwardOneBackwardBackprop
-from petra.methods.chain import Chain, Settings, Tape
+A method is a small stateless object that answers three questions: what a stage saves between forward and backward,
+which weights the backward uses, and which schedule the stages follow. It knows nothing of processes or of the engine.
+
+Start with `method.py`, the interface, and read each method next to its paper: `synchronous.py` (backprop, GPipe, 1F1B),
+`petra.py` (PETRA, reversible backprop, PaReprop), `delayed.py` (PipeDream, DSP), `features_replay.py` (Features Replay,
+DDG) and `dni.py` with `synthesizer.py`. `stage_layers.py` evaluates the layers of a stage for all of them. It splits
+them into segments (`segment.py`), records graphs (`tape.py`) and checks buffers (`buffer_guard.py`).
+"""
+
+from petra.formatting import unknown
 from petra.methods.delayed import Checkpointed, Delayed
 from petra.methods.dni import DNI
-from petra.methods.method import BackwardMessage, Kept, Method
+from petra.methods.features_replay import DDG, FeaturesReplay
+from petra.methods.method import BackwardMessage, Method, SavedState
 from petra.methods.petra import PaReprop, Petra, ReversibleBackprop, StashedPetra
-from petra.methods.replay import DDG, FeaturesReplay
 from petra.methods.segment import LayerError, Segment
+from petra.methods.stage_layers import Settings, StageLayers
+from petra.methods.synchronous import Backprop, GPipeBackprop, OneForwardOneBackwardBackprop
 from petra.methods.synthesizer import Synthesizer
-from petra.names import unknown
+from petra.methods.tape import Tape
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -32,21 +42,43 @@ METHODS: dict[str, Method] = {
 
 
 def find(name: str) -> Method:
-    """The method of a name, or an error that helps."""
+    """Return the method with a given name.
+
+    Args:
+        name: A key of `METHODS`.
+
+    Returns:
+        The method.
+
+    Raises:
+        ValueError: There is no such method. The message suggests a similar name.
+    """
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     return METHODS[name]
 
 
 __all__ = [
+    "DDG",
+    "DNI",
     "METHODS",
+    "Backprop",
     "BackwardMessage",
-    "Chain",
-    "Kept",
+    "Checkpointed",
+    "Delayed",
+    "FeaturesReplay",
+    "GPipeBackprop",
     "LayerError",
     "Method",
+    "OneForwardOneBackwardBackprop",
+    "PaReprop",
+    "Petra",
+    "ReversibleBackprop",
+    "SavedState",
     "Segment",
     "Settings",
+    "StageLayers",
+    "StashedPetra",
     "Synthesizer",
     "Tape",
     "find",

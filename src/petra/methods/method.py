@@ -1,4 +1,4 @@
-"""What a training method is: what a stage keeps, which weights it uses backward, when it acts."""
+"""The interface of a training method: what a stage saves, which weights its backward uses, and when it acts."""
 
 from __future__ import annotations
 
@@ -9,70 +9,118 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from petra.methods.chain import Chain, Tape
+from petra.methods.stage_layers import StageLayers
 from petra.methods.synthesizer import Synthesizer
+from petra.methods.tape import Tape
 from petra.reversible.gradients import Reversal
 from petra.reversible.streams import Gradients, Streams
-from petra.schedule import Order
+from petra.schedule import PipelineSchedule
 
 
 @dataclass
-class Kept:
-    """What a stage holds of one micro-batch between its forward and its backward."""
+class SavedState:
+    """The state that a stage saves for one micro-batch between its forward and its backward."""
 
     inputs: list[Streams] = field(default_factory=list)
-    """Inputs from which layers will be recomputed, lowest first."""
+    """Inputs from which segments will be recomputed, lowest segment first."""
     tape: Tape | None = None
-    """A recorded graph; of the topmost segment if there are inputs too."""
+    """A recorded graph: of all layers, or of the topmost segment if there are inputs as well."""
     weights: Sequence[Tensor] | None = None
     """The weights of the forward, if the method stashes them and they have changed since."""
 
 
 @dataclass(frozen=True)
 class BackwardMessage:
-    """What a stage sends down: gradients, and where they were taken if the stage below needs that."""
+    """The message that a stage sends to the stage below."""
 
     streams: Streams | None
+    """The outputs of the stage below, if its method `needs_outputs`."""
     gradients: Gradients
+    """The gradients of these outputs; None for a stream without a gradient."""
 
 
 class Method(ABC):
-    """A way of training. It holds no state: the stage owns what is kept."""
+    """A training method.
+
+    A method is a stateless object: the stage owns everything that is saved. To add a method, derive from this class or
+    from a similar method, and pass an instance to `Trainer(method=…)`.
+    """
 
     name: ClassVar[str]
+    """The name that `--method` takes."""
     summary: ClassVar[str]
-    keeps: ClassVar[str]
-    """In words: what is kept per micro-batch in flight."""
+    """One line for `petra methods`."""
+    saves: ClassVar[str]
+    """For `petra methods`: what a stage saves per micro-batch in flight."""
     backward_weights: ClassVar[str] = "current"
-    """In words: the weights of the backward pass."""
+    """For `petra methods`: which weights the backward uses."""
     stashes_weights: ClassVar[bool] = False
-    """Whether the backward pass uses the weights of its forward pass."""
+    """True if the backward uses the weights of its forward, which the stage has to stash."""
     stale: ClassVar[bool] = True
-    """Whether there are updates between a forward and its backward."""
-    keeps_graphs: ClassVar[bool] = False
-    """Whether graphs of older micro-batches wait from tick to tick while weights are updated."""
+    """True if weights can be updated between a forward and its backward."""
+    saves_graphs: ClassVar[bool] = False
+    """True if autograd graphs are saved across updates."""
     pipelined: ClassVar[bool] = True
-    """Whether stages work on different micro-batches at any time, so that there are several orders to choose from."""
+    """True if stages always work on different micro-batches, so that the user can choose the schedule."""
 
     @abstractmethod
-    def order(self, stages: int, accumulate: int) -> Order:
-        """The order in which stages act, unless a pipelined method is given another."""
+    def schedule(self, stages: int, accumulate: int) -> PipelineSchedule:
+        """Return the default schedule.
 
-    @abstractmethod
-    def forward(self, chain: Chain, microbatch: int, inputs: Streams, final: bool) -> tuple[Streams, Kept]:
-        """Outputs, and what to keep. ``final``: this is the last stage, where the loss follows at once."""
+        Args:
+            stages: The number of stages.
+            accumulate: The number of micro-batches per update.
 
-    @abstractmethod
-    def backward(self, chain: Chain, microbatch: int, kept: Kept, message: BackwardMessage) -> Reversal:
-        """Gradients of inputs and parameters, and the inputs that they were taken at.
-
-        The message from above carries the stage's outputs if it `needs_outputs`.
+        Returns:
+            The schedule. For pipelined methods, the user may choose another one.
         """
 
-    def synthesizer(self, chain: Chain) -> Synthesizer | None:
-        """What predicts the gradient of a stage below the last, if that does not wait for it."""
+    @abstractmethod
+    def forward(self, layers: StageLayers, microbatch: int, inputs: Streams, final: bool) -> tuple[Streams, SavedState]:
+        """Run the forward of a stage.
+
+        Args:
+            layers: The layers of the stage.
+            microbatch: The number of the micro-batch, from which random numbers are derived.
+            inputs: The inputs of the stage.
+            final: True for the last stage, whose backward follows at once.
+
+        Returns:
+            The outputs, and the state that the backward will need.
+        """
+
+    @abstractmethod
+    def backward(self, layers: StageLayers, microbatch: int, saved: SavedState, message: BackwardMessage) -> Reversal:
+        """Run the backward of a stage.
+
+        Args:
+            layers: The layers of the stage.
+            microbatch: The number of the micro-batch.
+            saved: The state that `forward` returned, with stashed weights if the method stashes them.
+            message: The message from the stage above, with the stage's outputs if it `needs_outputs`.
+
+        Returns:
+            The inputs of the stage, and the gradients of inputs and parameters.
+        """
+
+    def synthesizer(self, layers: StageLayers) -> Synthesizer | None:
+        """Create the synthesizer of a stage below the last one.
+
+        Args:
+            layers: The layers of the stage.
+
+        Returns:
+            A predictor of the gradient of the stage's outputs, or None if the stage waits for the gradient.
+        """
         return None
 
-    def needs_outputs(self, chain: Chain) -> bool:
-        """Whether the backward of this stage starts from its outputs."""
+    def needs_outputs(self, layers: StageLayers) -> bool:
+        """Return True if the backward of a stage starts from its outputs.
+
+        Args:
+            layers: The layers of the stage.
+
+        Returns:
+            True if the stage above has to send the outputs back, with their gradients.
+        """
         return False

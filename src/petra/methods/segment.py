@@ -1,4 +1,4 @@
-"""Consecutive layers of a stage, and the parts of them that are evaluated in one go."""
+"""Segments: consecutive layers of a stage, and the parts of them that are evaluated with one random seed."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from petra.errors import first_line
+from petra.formatting import first_line
 from petra.reversible.coupling import Coupling
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.streams import Streams, as_streams, widened
 
 
 class LayerError(ValueError):
-    """A layer that failed on what it was given."""
+    """A layer that fails on its inputs, or that cannot be trained with the chosen method."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is evaluated in one go and with one seed: a coupling of a reversible layer, or another layer as a whole."""
+    """A function that is evaluated with one random seed: a coupling of a reversible layer, or any other layer."""
 
     key: tuple[int, int]
-    """Its layer, and which coupling of it.
+    """The index of the layer, and of the coupling in it.
 
-    The layer is counted in the network, not in the stage: masks do not depend on where stages are cut.
+    Layers are counted in the network, not in the stage, so that dropout masks do not depend on the partition.
     """
-    what: Coupling | nn.Module
-    wide: bool
-    """Whether what it gives is to be widened."""
+    function: Coupling | nn.Module
+    """The coupling or layer."""
+    widens: bool
+    """True if outputs of lower precision are converted to float32."""
 
     @property
     def name(self) -> str:
-        module = self.what.modules[0] if isinstance(self.what, Coupling) else self.what
+        """The layer's name for error messages."""
+        module = self.function.modules[0] if isinstance(self.function, Coupling) else self.function
         return f"layer {self.key[0]} ({type(module).__name__})"
 
     def __call__(self, streams: Streams) -> Streams:
@@ -42,8 +44,8 @@ class Part:
             "operation (inplace=False), or make it one layer with the layer before it"
         )
         try:
-            what = self.what
-            outputs = what.forward(streams) if isinstance(what, Coupling) else as_streams(what(*streams))
+            function = self.function
+            outputs = function.forward(streams) if isinstance(function, Coupling) else as_streams(function(*streams))
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError | LayerError):
                 raise
@@ -51,25 +53,31 @@ class Part:
                 raise LayerError(in_place) from error
             why = first_line(error)
             if why.startswith("Expected more than 1 value per channel"):
-                why += "; batch norm cannot train on a batch of one: leave such a last one out (drop_last)"
+                why += "; batch norm cannot train on a batch of one: leave out a last batch of one (drop_last)"
             shapes = ", ".join(str(tuple(x.shape)) + _unusual(x.dtype) for x in streams)
             raise LayerError(f"{self.name} cannot take inputs of shape {shapes}: {why}") from error
         if versions != [version_of(x) for x in streams]:
             raise LayerError(in_place)
-        return widened(outputs) if self.wide else outputs
+        return widened(outputs) if self.widens else outputs
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers that a method treats alike: reversed from output, or recorded from input."""
+    """Consecutive layers that a method treats alike: reversed from their outputs, or recorded from their inputs."""
 
     reversible: bool
+    """True if all layers are reversible and are treated as such."""
     layers: tuple[nn.Module, ...]
+    """The layers."""
     first: int
-    """The index of the first layer in the whole network."""
+    """The index of the first layer in the network."""
 
     def parts(self) -> list[Part]:
-        """In the order in which they are evaluated."""
+        """Split the segment into parts that are evaluated with one random seed each.
+
+        Returns:
+            The parts, in the order in which they are evaluated.
+        """
         found: list[Part] = []
         for index, (layer, above) in enumerate(zip(self.layers, [*self.layers[1:], None], strict=True), self.first):
             if isinstance(layer, ReversibleLayer):
@@ -80,7 +88,7 @@ class Segment:
 
 
 def version_of(x: Tensor) -> int:
-    """Counts changes in place, where they are counted."""
+    """Return the counter of in-place changes of a tensor; 0 for inference tensors, which have none."""
     return 0 if x.is_inference() else x._version
 
 

@@ -1,7 +1,7 @@
-"""Residual functions of transformers: attention and the two-layer perceptron, both pre-norm.
+"""Residual branches of transformers: attention and the MLP, both with a layer norm in front.
 
-Both keep the shape of their stream and leave it untouched, so they can be f and g of a reversible block as
-well as the two residuals of an ordinary transformer layer.
+Both preserve the shape of their input stream and do not modify it, so they can be f and g of a reversible block as well
+as the two residual branches of a plain transformer block.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from petra.models.parts import DropPath
+from petra.models.transformer_parts import DropPath
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention of the normalised stream.
+class AttentionBranch(nn.Module):
+    """Layer norm and multi-head self-attention.
 
-    ``mask`` is boolean, True where a token may be attended to, and broadcasts to (batch, heads, length,
-    length). With ``causal`` each token sees itself and those before it, and there is no mask.
+    The mask is boolean, True for tokens to attend to, and broadcasts to (batch, heads, seq_len, seq_len). With
+    `causal`, each token attends to itself and to earlier tokens, and no mask is given.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class Attention(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        # Cut along the last dimension: on the way back the three gradients are joined in one copy, already in
-        # the layout that the linear layer reads.
+        # Split along the last dimension: the backward pass then concatenates the three gradients with one copy, in the
+        # layout that the linear layer reads.
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
         )
@@ -42,8 +42,8 @@ class Attention(nn.Module):
         return self.drop_path(self.dropout(self.out(y.transpose(1, 2).flatten(2))))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    """Two linear layers with GELU between them, of the normalised stream; companions are none of its business."""
+class MLPBranch(nn.Module):
+    """Layer norm and two linear layers with GELU between them. It ignores companions, such as the attention mask."""
 
     def __init__(self, width: int, hidden: int, *, dropout: float = 0.0, drop_path: float = 0.0) -> None:
         super().__init__()

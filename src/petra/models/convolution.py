@@ -1,4 +1,4 @@
-"""Pieces that ResNets and RevNets share: convolutions, stems, heads, initialisation."""
+"""Parts that ResNets and RevNets share: residual branches, stem, head, initialisation."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from petra.models.unfelt import ConvNorm, normalised
+from petra.kernels.conv_norm import ConvNorm, conv_norm_relu
 
 StemKind = Literal["cifar", "imagenet"]
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1, bias: bool = True) -> nn.Conv2d:
-    """A convolution that keeps the size but for its stride; with bias, as in the PETRA paper's models."""
+    """A padded convolution; only its stride changes the resolution. With bias by default, as in the PETRA paper."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=bias)
 
 
-def residual(
+def conv_bn_relu(
     channels: tuple[int, ...], kernels: tuple[int, ...], stride: int, last_relu: bool, bias: bool = True
 ) -> ConvNorm:
-    """conv-bn-relu for each kernel; the stride sits in the first 3×3 convolution."""
+    """Conv-BN-ReLU for each kernel size. The first 3×3 convolution has the stride."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     strided = kernels.index(3)
     for i, kernel in enumerate(kernels):
@@ -32,26 +32,26 @@ def residual(
     return ConvNorm(layers)
 
 
-def basic(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> ConvNorm:
-    """Two 3×3 convolutions."""
-    return residual((inputs, width, width), (3, 3), stride, last_relu, bias)
+def basic_branch(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> ConvNorm:
+    """The residual branch of a basic block: two 3×3 convolutions."""
+    return conv_bn_relu((inputs, width, width), (3, 3), stride, last_relu, bias)
 
 
-def bottleneck(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> ConvNorm:
-    """A 3×3 convolution between two 1×1, the last of which widens four times."""
-    return residual((inputs, width, width, 4 * width), (1, 3, 1), stride, last_relu, bias)
+def bottleneck_branch(inputs: int, width: int, stride: int = 1, last_relu: bool = True, bias: bool = True) -> ConvNorm:
+    """The residual branch of a bottleneck block: 1×1, 3×3, 1×1 convolutions; the last has 4 × `width` channels."""
+    return conv_bn_relu((inputs, width, width, 4 * width), (1, 3, 1), stride, last_relu, bias)
 
 
 def projection(inputs: int, outputs: int, stride: int, bias: bool = True) -> ConvNorm:
-    """The 1×1 convolution that brings a shortcut to a new shape."""
-    brought = conv(inputs, outputs, 1, stride, bias)
-    return ConvNorm(OrderedDict([("conv", brought), ("bn", nn.BatchNorm2d(outputs))]))
+    """A shortcut to another shape: a 1×1 convolution and batch norm."""
+    convolution = conv(inputs, outputs, 1, stride, bias)
+    return ConvNorm(OrderedDict([("conv", convolution), ("bn", nn.BatchNorm2d(outputs))]))
 
 
 class Stem(nn.Module):
-    """The first layer: 3×3 for small images, 7×7 with stride and pooling for large ones.
+    """The first layer: a 3×3 convolution for small images, a strided 7×7 convolution and pooling for large ones.
 
-    With ``streams`` = 2 its channels are split into the two streams of a reversible network.
+    With `streams` = 2, its channels are split into the two streams of a reversible network.
     """
 
     def __init__(self, inputs: int, width: int, kind: StemKind, streams: int, bias: bool = True) -> None:
@@ -64,12 +64,12 @@ class Stem(nn.Module):
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = normalised(self.conv, self.bn, x, self.relu)
+        x = conv_norm_relu(self.conv, self.bn, x, self.relu)
         return self.pool(x).chunk(self.streams, dim=1)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
-    """The last layer: average pooling of all streams and a linear classifier."""
+    """The last layer: average pooling of the concatenated streams, and a linear classifier."""
 
     def __init__(self, inputs: int, num_classes: int) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Head(nn.Module):
         return self.fc(torch.cat(pooled, dim=1))  # type: ignore[no-any-return]
 
 
-def initialise(network: nn.Module) -> None:
-    """He initialisation of convolutions, as ResNets use it."""
+def initialise_convolutions(network: nn.Module) -> None:
+    """Initialise convolutions as ResNets do (He et al., 2015)."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -90,10 +90,10 @@ def initialise(network: nn.Module) -> None:
 
 
 def check_shape(depths: tuple[int, ...], width: int, num_classes: int, stem: str) -> None:
-    """Refuse sizes that make no network."""
+    """Raise `ValueError` if a size is invalid."""
     if not depths or min(depths) < 1:
-        raise ValueError(f"depths is {depths}: give the number of blocks of each group, all 1 or more")
+        raise ValueError(f"depths is {depths}: give the number of blocks of each group, each 1 or more")
     if width < 1 or num_classes < 1:
-        raise ValueError(f"width {width} and num_classes {num_classes} must both be 1 or more")
+        raise ValueError(f"width is {width} and num_classes is {num_classes}: give 1 or more for both")
     if stem not in ("cifar", "imagenet"):
         raise ValueError(f"stem is {stem!r}: choose 'cifar' (3×3) or 'imagenet' (7×7 and pooling)")

@@ -1,4 +1,4 @@
-"""What hierarchical transformers share: residual functions, the plain block, fusing, the head.
+"""Parts that Swin and MViT share: residual branches, fusion of the streams, head, initialisation.
 
 Streams are feature maps of shape (batch, height, width, channels).
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from petra.models.parts import DropPath, check_rates, check_sizes, draw, mean
+from petra.models.transformer_parts import DropPath, check_rates, check_sizes, mean_stream, truncated_normal_
 
 FuseKind = Literal["mean", "linear", "mlp"]
 
@@ -30,8 +30,8 @@ class MLP(nn.Module):
         return self.dropout(self.down(x))  # type: ignore[no-any-return]
 
 
-class Branch(nn.Module):
-    """A residual function: norm, body, stochastic depth."""
+class ResidualBranch(nn.Module):
+    """A residual branch: norm, body, stochastic depth."""
 
     def __init__(self, norm: nn.Module, body: nn.Module, drop_path: float) -> None:
         super().__init__()
@@ -44,9 +44,9 @@ class Branch(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Makes one stream of two where the resolution changes (PaReprop, Section 3.4 and Figure 4).
+    """Fuses the two streams where the resolution changes (PaReprop, Section 3.4 and Figure 4).
 
-    Their mean, or a linear layer or MLP on their concatenation. A single stream is passed on.
+    The result is their mean, or a linear layer or MLP of their concatenation. A single stream is returned as it is.
     """
 
     def __init__(self, width: int, kind: FuseKind) -> None:
@@ -59,11 +59,11 @@ class Fusion(nn.Module):
 
     def forward(self, *streams: Tensor) -> Tensor:
         if self.project is None:
-            return mean(streams)
+            return mean_stream(streams)
         return self.project(torch.cat(streams, dim=-1))  # type: ignore[no-any-return]
 
-    def begin_as_mean(self) -> None:
-        """Set a linear fusion to the mean of the streams."""
+    def initialise_as_mean(self) -> None:
+        """Set the weights of a linear fusion so that it is the mean of the streams."""
         if isinstance(self.project, nn.Linear):
             half = torch.eye(self.project.out_features) / 2
             with torch.no_grad():
@@ -71,7 +71,7 @@ class Fusion(nn.Module):
 
 
 class MapHead(nn.Module):
-    """The last layer: mean of the streams, norm, average over the map, linear classifier."""
+    """The last layer: mean of the streams, layer norm, average pooling, linear classifier."""
 
     def __init__(self, width: int, num_classes: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -79,28 +79,19 @@ class MapHead(nn.Module):
         self.fc = nn.Linear(width, num_classes)
 
     def forward(self, *streams: Tensor) -> Tensor:
-        return self.fc(self.norm(mean(streams)).mean(dim=(1, 2)))  # type: ignore[no-any-return]
+        return self.fc(self.norm(mean_stream(streams)).mean(dim=(1, 2)))  # type: ignore[no-any-return]
 
 
-def initialise(network: nn.Module) -> None:
-    """Linear weights drawn, biases zero, and fusing begins as the mean."""
+def initialise_hierarchy(network: nn.Module) -> None:
+    """Initialise linear weights from a truncated normal distribution, biases with zero, linear fusion as the mean."""
     for module in network.modules():
         if isinstance(module, nn.Linear):
-            draw(module.weight)
+            truncated_normal_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
     for module in network.modules():
         if isinstance(module, Fusion):
-            module.begin_as_mean()
-
-
-def check_image(x: Tensor, image_size: int) -> None:
-    """Refuse images of another size than the network was built for: windows and positions depend on it."""
-    if x.shape[-2:] != (image_size, image_size):
-        raise ValueError(
-            f"images are {x.shape[-2]}×{x.shape[-1]}, but the network was built for {image_size}×{image_size}: "
-            "create it with another image_size, or resize the images"
-        )
+            module.initialise_as_mean()
 
 
 def check_hierarchy(
@@ -117,22 +108,22 @@ def check_hierarchy(
     drop_path: float,
     fuse: str,
 ) -> None:
-    """Refuse sizes that make no network."""
+    """Raise `ValueError` if an argument is invalid."""
     check_sizes(width=width, image_size=image_size, patch=patch, num_classes=num_classes, in_channels=in_channels)
     if not depths or min(depths) < 1:
-        raise ValueError(f"depths is {depths}: give the number of blocks of each group, all 1 or more")
+        raise ValueError(f"depths is {depths}: give the number of blocks of each group, each 1 or more")
     if len(heads) != len(depths):
-        raise ValueError(f"heads is {heads}, but there are {len(depths)} groups: give one number for each")
+        raise ValueError(f"heads is {heads}, but there are {len(depths)} groups: give one number per group")
     for group, number in enumerate(heads):
         if number < 1 or (width << group) % number:
             raise ValueError(
-                f"group {group + 1} has {width << group} channels, which {number} heads cannot share: "
+                f"group {group + 1} has {width << group} channels, which is not a multiple of its {number} heads: "
                 "give each group a number of heads that divides its channels"
             )
     if image_size % patch:
-        raise ValueError(f"image_size {image_size} is not a multiple of patch {patch}: choose a patch that divides it")
+        raise ValueError(f"image_size {image_size} is not a multiple of patch {patch}: give a patch that divides it")
     if round(width * mlp_ratio) < 1:
-        raise ValueError(f"mlp_ratio {mlp_ratio} leaves nothing of width {width}: give about 4")
+        raise ValueError(f"mlp_ratio is {mlp_ratio}, so the MLP has no hidden channels at width {width}: give about 4")
     check_rates(dropout=dropout, drop_path=drop_path)
     if fuse not in get_args(FuseKind):
         raise ValueError(f"fuse is {fuse!r}: choose one of {', '.join(get_args(FuseKind))}")

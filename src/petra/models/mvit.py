@@ -1,7 +1,7 @@
 """Multiscale vision transformers (MViTv2), plain and reversible (Rev-MViT: Mangalam et al., 2022).
 
-Within a resolution blocks are reversible, f is pooling attention and g an MLP. A block that changes the shape is
-not: it fuses the two streams, is an ordinary block, and its output begins both streams anew.
+Blocks that preserve the shape are reversible; f is pooling attention and g an MLP. A block that changes the shape is
+not reversible: it fuses the two streams and applies a plain block, and both new streams begin as its output.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from torch.nn import functional
 
 from petra.models.hierarchy import (
     MLP,
-    Branch,
     FuseKind,
     Fusion,
     MapHead,
+    ResidualBranch,
     check_hierarchy,
-    check_image,
-    initialise,
+    initialise_hierarchy,
 )
-from petra.models.parts import DropPath, PlainBlock, drop_path_rates
-from petra.models.pooling import EPS, PoolingAttention, pooled
+from petra.models.pooling_attention import EPS, PoolingAttention, pooled_size
 from petra.models.registry import register
+from petra.models.transformer_parts import DropPath, PlainBlock, check_image, drop_path_rates
 from petra.reversible import Network, ReversibleBlock
 
 WidenKind = Literal["attention", "mlp"]
 
 
 class OverlappingEmbedding(nn.Module):
-    """The first layer: a convolution over patches that overlap, once for every stream."""
+    """The first layer: a convolution over overlapping patches. It returns a copy per stream."""
 
     def __init__(self, inputs: int, width: int, image_size: int, patch: int, streams: int) -> None:
         super().__init__()
@@ -46,50 +45,53 @@ class OverlappingEmbedding(nn.Module):
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The shape of one block."""
+class BlockShape:
+    """The sizes of one block."""
 
     inputs: int
-    """Channels that come in."""
+    """Input channels."""
     width: int
     """Channels of the attention."""
     outputs: int
-    """Channels that go out."""
+    """Output channels."""
     heads: int
+    """Attention heads."""
     size: int
-    """The side of the map that comes in."""
+    """Side of the input feature map."""
     query_stride: int
+    """Pooling stride of queries."""
     key_stride: int
+    """Pooling stride of keys and values."""
 
     @property
-    def kept(self) -> bool:
-        """Whether the block keeps the shape of its stream."""
+    def is_preserved(self) -> bool:
+        """True if input and output of the block have the same shape."""
         return self.inputs == self.width == self.outputs and self.query_stride == 1
 
 
 class TransitionBlock(nn.Module):
-    """Fuses the streams, pools queries and widens, all where the shape asks for it.
+    """A block that changes the shape: it fuses the streams, pools queries and changes the number of channels.
 
-    x ← pool(project(n)) + attention(n), x ← project(m) + mlp(m) with norms n and m of x; a stream that
-    keeps its channels is not projected but added as it is.
+    x ← pool(project(n)) + attention(n), x ← project(m) + mlp(m), where n and m are the layer norms of x. If the number
+    of channels does not change, x is added without norm and projection.
     """
 
     def __init__(
         self,
-        shape: Shape,
+        shape: BlockShape,
         mlp_ratio: float,
         *,
         relative: bool,
         dropout: float,
         drop_path: float,
         fuse: FuseKind,
-        takes: int,
-        gives: int,
+        input_streams: int,
+        output_streams: int,
     ) -> None:
         super().__init__()
         self.stride = shape.query_stride
-        self.gives = gives
-        self.fuse = Fusion(shape.inputs, fuse if takes > 1 else "mean")
+        self.output_streams = output_streams
+        self.fuse = Fusion(shape.inputs, fuse if input_streams > 1 else "mean")
         self.norm1 = nn.LayerNorm(shape.inputs, eps=EPS)
         self.attention = _attention(shape, relative, dropout)
         self.project1 = nn.Linear(shape.inputs, shape.width) if shape.width != shape.inputs else None
@@ -110,7 +112,7 @@ class TransitionBlock(nn.Module):
         n = self.norm2(x)
         if self.project2 is not None:
             x = self.project2(n)
-        return (x + self.drop_path(self.mlp(n)),) * self.gives
+        return (x + self.drop_path(self.mlp(n)),) * self.output_streams
 
 
 def mvit(
@@ -131,11 +133,33 @@ def mvit(
     drop_path: float = 0.0,
     fuse: FuseKind = "mean",
 ) -> Network:
-    """An MViT with ``depths[i]`` blocks of ``width * 2**i`` channels and ``heads[i]`` heads in group i.
+    """Build an MViTv2, plain or reversible.
 
-    The first block of a group halves the resolution. Channels double in its attention or, with ``widen="mlp"``,
-    in the MLP before it. Keys and values are pooled with ``key_stride`` in the first group, half of it in the
-    next, and so on. Without ``relative`` positions, only the padding of the convolutions tells where a token is.
+    The first block of each group but the first halves the resolution.
+
+    Args:
+        width: Channels of a stream in the first group; they double in each further group.
+        depths: Number of blocks of each group.
+        heads: Attention heads of each group.
+        reversible: Build reversible blocks where the shape does not change, otherwise plain ones.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        image_size: Height and width of the images.
+        patch: Stride of the first convolution.
+        key_stride: Stride with which keys and values are pooled in the first group; it halves in each further group.
+        mlp_ratio: Hidden channels of an MLP, divided by the channels of the stream.
+        widen: Where the channels double: in the first `"attention"` of a group, or in the last `"mlp"` of the group
+            before.
+        relative: Use relative positions. Without them, only the padding of convolutions carries positions.
+        dropout: Rate of dropout.
+        drop_path: Rate of stochastic depth in the last block. It grows linearly from 0 in the first block.
+        fuse: How two streams become one: their `"mean"`, or a `"linear"` layer or `"mlp"` of both.
+
+    Returns:
+        The network: embedding, blocks, head.
+
+    Raises:
+        ValueError: If a size or rate is invalid.
     """
     check_hierarchy(
         width=width,
@@ -153,18 +177,18 @@ def mvit(
     if key_stride < 1:
         raise ValueError(f"key_stride is {key_stride}: give 1 or more")
     if widen not in ("attention", "mlp"):
-        raise ValueError(f"widen is {widen!r}: choose 'attention' or 'mlp', the place where channels double")
+        raise ValueError(f"widen is {widen!r}: choose 'attention' or 'mlp'")
     shapes = _shapes(width, depths, heads, image_size // patch, key_stride, widen)
-    # There are two streams on both sides of every reversible block, elsewhere one is enough.
-    inverts = [False, *(reversible and shape.kept for shape in shapes.values()), False]
+    # Reversible blocks read and return two streams; between other layers one is enough.
+    inverts = [False, *(reversible and shape.is_preserved for shape in shapes.values()), False]
     stem = OverlappingEmbedding(in_channels, width, image_size, patch, 1 + inverts[1])
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
     rates = iter(drop_path_rates(sum(depths), drop_path))
     for i, ((name, shape), rate) in enumerate(zip(shapes.items(), rates, strict=True), 1):
-        if shape.kept:
+        if shape.is_preserved:
             mlp = MLP(shape.width, round(shape.width * mlp_ratio), shape.width, dropout)
-            f = Branch(nn.LayerNorm(shape.width, eps=EPS), _attention(shape, relative, dropout), rate)
-            g = Branch(nn.LayerNorm(shape.width, eps=EPS), mlp, rate)
+            f = ResidualBranch(nn.LayerNorm(shape.width, eps=EPS), _attention(shape, relative, dropout), rate)
+            g = ResidualBranch(nn.LayerNorm(shape.width, eps=EPS), mlp, rate)
             layers[name] = ReversibleBlock(f, g) if reversible else PlainBlock(f, g)
         else:
             layers[name] = TransitionBlock(
@@ -174,20 +198,20 @@ def mvit(
                 dropout=dropout,
                 drop_path=rate,
                 fuse=fuse,
-                takes=1 + inverts[i - 1],
-                gives=1 + inverts[i + 1],
+                input_streams=1 + inverts[i - 1],
+                output_streams=1 + inverts[i + 1],
             )
     layers["head"] = MapHead(width << (len(depths) - 1), num_classes, EPS)
     network = Network(layers)
-    initialise(network)
+    initialise_hierarchy(network)
     return network
 
 
 def _shapes(
     width: int, depths: tuple[int, ...], heads: tuple[int, ...], size: int, key_stride: int, widen: WidenKind
-) -> dict[str, Shape]:
-    """All blocks by name."""
-    shapes: dict[str, Shape] = {}
+) -> dict[str, BlockShape]:
+    """The shapes of all blocks by name."""
+    shapes: dict[str, BlockShape] = {}
     inputs = width
     for group, depth in enumerate(depths):
         inner = width << group
@@ -196,13 +220,15 @@ def _shapes(
             widens = widen == "mlp" and block == depth - 1 and group < len(depths) - 1
             outputs = 2 * inner if widens else inner
             keys = max(key_stride >> group, 1)
-            shapes[f"group{group + 1}_block{block}"] = Shape(inputs, inner, outputs, heads[group], size, stride, keys)
+            shapes[f"group{group + 1}_block{block}"] = BlockShape(
+                inputs, inner, outputs, heads[group], size, stride, keys
+            )
             inputs = outputs
-            size = pooled(size, stride)
+            size = pooled_size(size, stride)
     return shapes
 
 
-def _attention(shape: Shape, relative: bool, dropout: float) -> PoolingAttention:
+def _attention(shape: BlockShape, relative: bool, dropout: float) -> PoolingAttention:
     return PoolingAttention(
         shape.inputs,
         shape.width,
@@ -224,7 +250,7 @@ for _letter, _width, _depths, _heads, _widen in (
     for _reversible in (True, False):
         register(
             f"{'rev-' if _reversible else ''}mvit-{_letter.lower()}",
-            f"{'reversible ' if _reversible else ''}MViTv2-{_letter}, {sum(_depths) + 2} layers to cut",
+            f"{'reversible ' if _reversible else ''}MViTv2-{_letter}, up to {sum(_depths) + 2} stages",
             mvit,
             reversible=_reversible,
             width=_width,

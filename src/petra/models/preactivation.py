@@ -1,4 +1,4 @@
-"""Pieces of pre-activation networks: BN-ReLU-convolution, without bias (RevNet, Equation 3)."""
+"""Parts of pre-activation networks: BN-ReLU-convolution without bias (RevNet, Equation 3)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, pad
 
+from petra.kernels.conv_norm import ConvNorm
+from petra.kernels.fused_norm import norm_relu
 from petra.models.convolution import conv
-from petra.models.fused_norm import norm_relu
-from petra.models.unfelt import ConvNorm
 
 
-def preactivated(
+def bn_relu_conv(
     channels: tuple[int, ...], kernels: tuple[int, ...], stride: int = 1, activate: bool = True
 ) -> nn.Sequential:
-    """BN-ReLU-convolution for each kernel; the stride sits in the first convolution.
+    """BN-ReLU-convolution for each kernel size. The first convolution has the stride.
 
-    Without ``activate`` it begins with that convolution: its input comes activated, or is the data.
+    Without `activate`, the first BN-ReLU is omitted: the input is already activated, or is the image.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, kernel in enumerate(kernels):
@@ -29,19 +29,19 @@ def preactivated(
     return ConvNorm(layers)
 
 
-def basic(inputs: int, outputs: int, stride: int = 1, activate: bool = True) -> nn.Sequential:
-    """Two 3×3 convolutions."""
-    return preactivated((inputs, outputs, outputs), (3, 3), stride, activate)
+def preact_basic_branch(inputs: int, outputs: int, stride: int = 1, activate: bool = True) -> nn.Sequential:
+    """The residual branch of a pre-activation basic block: two 3×3 convolutions."""
+    return bn_relu_conv((inputs, outputs, outputs), (3, 3), stride, activate)
 
 
-def bottleneck(inputs: int, outputs: int, stride: int = 1, activate: bool = True) -> nn.Sequential:
-    """A 3×3 convolution between two 1×1, with a quarter of the channels inside."""
+def preact_bottleneck_branch(inputs: int, outputs: int, stride: int = 1, activate: bool = True) -> nn.Sequential:
+    """The residual branch of a pre-activation bottleneck: 1×1, 3×3, 1×1 convolutions, with a quarter of the width."""
     inner = outputs // 4
-    return preactivated((inputs, inner, inner, outputs), (1, 3, 1), stride, activate)
+    return bn_relu_conv((inputs, inner, inner, outputs), (1, 3, 1), stride, activate)
 
 
 class PooledShortcut(nn.Module):
-    """A shortcut without parameters to another shape: average pooling, and channels of zeros on both sides."""
+    """A shortcut to another shape without parameters: average pooling, and channels of zeros on both sides."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class PooledShortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.stride > 1:
-            # An odd size is rounded up, as by a convolution of this stride.
+            # Rounds an odd size up, as a convolution with this stride does.
             x = avg_pool2d(x, self.stride, ceil_mode=True)
         return pad(x, (0, 0, 0, 0, self.before, self.after))
 
@@ -60,7 +60,7 @@ class PooledShortcut(nn.Module):
 
 
 class NormalisedHead(nn.Module):
-    """The last layer: BN-ReLU of all streams, average pooling and a linear classifier."""
+    """The last layer: BN-ReLU of the concatenated streams, average pooling and a linear classifier."""
 
     def __init__(self, inputs: int, num_classes: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""ResNets: the non-reversible twins of the PETRA paper's RevNets, and those of the Features Replay paper.
+"""ResNets: the non-reversible counterparts of the PETRA paper's RevNets, and those of the Features Replay paper.
 
 The Features Replay paper trains "ResNet164 with the basic building block, ResNet101 and ResNet152 with the bottleneck
-building block", and one of 512 layers, on CIFAR. 164 and 512 are 6n + 2, the depth of the CIFAR networks in
-Section 4.2 of He et al. (2016): three groups of n basic blocks of 16, 32 and 64 channels, shortcuts without
-parameters. 152 is not 9n + 2, so 101 and 152 are the four groups of their Table 1, of 64 to 512 channels inside, behind
-a 3×3 stem and with projected shortcuts. Convolutions have no bias. With 10 classes:
+building block", and a network of 512 layers, on CIFAR. 164 and 512 are of the form 6n + 2, the depth of the CIFAR
+networks in Section 4.2 of He et al. (2016): three groups of n basic blocks with 16, 32 and 64 channels, and shortcuts
+without parameters. 152 is not of the form 9n + 2, so 101 and 152 are built from the four groups of their Table 1, with
+64 to 512 channels inside, a 3×3 stem and projected shortcuts. Convolutions have no bias. With 10 classes:
 
     resnet164-basic   n = 27              2,602,906 parameters
     resnet512-basic   n = 85              8,241,434
@@ -19,18 +19,18 @@ from collections import OrderedDict
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from petra.kernels.conv_norm import ConvNorm
 from petra.models.convolution import (
     Head,
     Stem,
     StemKind,
-    basic,
-    bottleneck,
+    basic_branch,
+    bottleneck_branch,
     check_shape,
-    initialise,
+    initialise_convolutions,
     projection,
 )
 from petra.models.registry import register
-from petra.models.unfelt import ConvNorm
 from petra.reversible import Network
 from petra.reversible.streams import narrowed
 
@@ -48,25 +48,25 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = narrowed(x)
-        return self.f.onto(self.shortcut(x), x, self.relu)
+        return self.f.add_relu(self.shortcut(x), x, self.relu)
 
 
 class PaddedShortcut(nn.Module):
-    """A shortcut without parameters to another shape: option A of He et al. (2016).
+    """A shortcut to another shape without parameters: option A of He et al. (2016).
 
-    It takes every ``stride``-th pixel in both directions, and appends channels of zeros.
+    It takes every `stride`-th pixel in both directions and appends channels of zeros.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.stride = stride
-        self.more = outputs - inputs
+        self.padding = outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        return pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+        return pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding))
 
     def extra_repr(self) -> str:
-        return f"stride={self.stride}, more={self.more}"
+        return f"stride={self.stride}, padding={self.padding}"
 
 
 def resnet(
@@ -80,13 +80,28 @@ def resnet(
     width: int = 64,
     stem: StemKind = "cifar",
 ) -> Network:
-    """A ResNet with ``depths[i]`` blocks of ``width * 2**i`` channels in group i.
+    """Build a ResNet.
 
-    With ``bottlenecks``, blocks have four times as many channels outside. ``bias`` is that of convolutions. Where the
-    shape changes, shortcuts are 1×1 convolutions, or ``padded`` with zeros.
+    Args:
+        depths: Number of blocks of each group. The resolution halves between groups.
+        bottlenecks: Use branches of 1×1, 3×3 and 1×1 convolutions instead of two 3×3 convolutions. Blocks then have
+            four times as many output channels.
+        bias: Use convolutions with bias.
+        padded: Where the shape changes, use shortcuts without parameters, padded with zeros, instead of 1×1
+            convolutions.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        width: Channels of the first group; they double in each further group.
+        stem: `"cifar"` for a 3×3 convolution, `"imagenet"` for a strided 7×7 convolution and pooling.
+
+    Returns:
+        The network: stem, blocks, head.
+
+    Raises:
+        ValueError: If a size is invalid.
     """
     check_shape(depths, width, num_classes, stem)
-    make, expansion = (bottleneck, 4) if bottlenecks else (basic, 1)
+    make, expansion = (bottleneck_branch, 4) if bottlenecks else (basic_branch, 1)
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem(in_channels, width, stem, 1, bias))
     inputs = width
     for group, depth in enumerate(depths):
@@ -103,19 +118,19 @@ def resnet(
             inputs = expansion * inner
     layers["head"] = Head(inputs, num_classes)
     network = Network(layers)
-    initialise(network)
+    initialise_convolutions(network)
     return network
 
 
-register("resnet18", "ResNet-18, ten layers to cut", resnet, depths=(2, 2, 2, 2))
-register("resnet34", "ResNet-34, eighteen layers to cut", resnet, depths=(3, 4, 6, 3))
-register("resnet50", "ResNet-50, eighteen layers to cut", resnet, depths=(3, 4, 6, 3), bottlenecks=True)
+register("resnet18", "ResNet-18, up to 10 stages", resnet, depths=(2, 2, 2, 2))
+register("resnet34", "ResNet-34, up to 18 stages", resnet, depths=(3, 4, 6, 3))
+register("resnet50", "ResNet-50, up to 18 stages", resnet, depths=(3, 4, 6, 3), bottlenecks=True)
 
 _CIFAR = {"stem": "cifar", "num_classes": 10}
 for number, blocks in ((164, 27), (512, 85)):
     register(
         f"resnet{number}-basic",
-        f"ResNet-{number} with basic blocks of the Features Replay paper for CIFAR, {3 * blocks + 2} layers to cut",
+        f"ResNet-{number} with basic blocks of the Features Replay paper for CIFAR, up to {3 * blocks + 2} stages",
         resnet,
         depths=(blocks, blocks, blocks),
         width=16,
@@ -126,7 +141,7 @@ for number, blocks in ((164, 27), (512, 85)):
 for number, depths in ((101, (3, 4, 23, 3)), (152, (3, 8, 36, 3))):
     register(
         f"resnet{number}-cifar",
-        f"ResNet-{number} with bottlenecks of the Features Replay paper for CIFAR, {sum(depths) + 2} layers to cut",
+        f"ResNet-{number} with bottlenecks of the Features Replay paper for CIFAR, up to {sum(depths) + 2} stages",
         resnet,
         depths=depths,
         bottlenecks=True,

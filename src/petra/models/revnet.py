@@ -1,7 +1,7 @@
 """The reversible ResNets of the PETRA paper.
 
-Each stream has the width of the ResNet's single one. A block maps (x, x̃) to (x̃ + f(x), x); blocks that
-change the shape are not reversible and are ordinary modules.
+Each of the two streams has as many channels as the ResNet has. A block maps (x, x̃) to (x̃ + f(x), x). Blocks that change
+the shape are not reversible.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from petra.models.convolution import (
     Head,
     Stem,
     StemKind,
-    basic,
-    bottleneck,
+    basic_branch,
+    bottleneck_branch,
     check_shape,
-    initialise,
+    initialise_convolutions,
     projection,
 )
 from petra.models.registry import register
@@ -29,13 +29,13 @@ class BasicDownsampling(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.f = basic(inputs, width, stride)
-        self.f.relu1 = nn.ReLU()  # out of place: what it reads is the second stream
+        self.f = basic_branch(inputs, width, stride)
+        self.f.relu1 = nn.ReLU()  # not in place, because its input is the second stream
         self.shortcut = projection(inputs, width, stride)
 
     def forward(self, x: Tensor, x_tilde: Tensor) -> tuple[Tensor, Tensor]:
-        passed = self.f[:2](x)
-        return self.f[2:](passed) + self.shortcut(x_tilde), passed
+        y_tilde = self.f[:2](x)
+        return self.f[2:](y_tilde) + self.shortcut(x_tilde), y_tilde
 
 
 class BottleneckDownsampling(nn.Module):
@@ -43,7 +43,7 @@ class BottleneckDownsampling(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.f = bottleneck(inputs, width, stride)
+        self.f = bottleneck_branch(inputs, width, stride)
         self.shortcut = projection(inputs, 4 * width, stride)
         self.projection = projection(inputs, 4 * width, stride)
 
@@ -60,7 +60,23 @@ def revnet(
     width: int = 64,
     stem: StemKind = "cifar",
 ) -> Network:
-    """A RevNet with ``depths[i]`` blocks of ``width * 2**i`` channels a stream in group i."""
+    """Build a RevNet as in the PETRA paper.
+
+    Args:
+        depths: Number of blocks of each group. The resolution halves between groups.
+        bottlenecks: Use branches of 1×1, 3×3 and 1×1 convolutions instead of two 3×3 convolutions. Blocks then have
+            four times as many output channels.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        width: Channels per stream of the first group; they double in each further group.
+        stem: `"cifar"` for a 3×3 convolution, `"imagenet"` for a strided 7×7 convolution and pooling.
+
+    Returns:
+        The network: stem, blocks, head.
+
+    Raises:
+        ValueError: If a size is invalid.
+    """
     check_shape(depths, width, num_classes, stem)
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=Stem(in_channels, width, stem, streams=2))
     inputs = width
@@ -71,7 +87,9 @@ def revnet(
             stride = 2 if group > 0 and block == 0 else 1
             layer: nn.Module
             if stride == 1 and inputs == outputs:
-                layer = ReversibleResidual(bottleneck(inputs, inner) if bottlenecks else basic(inputs, inner))
+                layer = ReversibleResidual(
+                    bottleneck_branch(inputs, inner) if bottlenecks else basic_branch(inputs, inner)
+                )
             elif bottlenecks:
                 layer = BottleneckDownsampling(inputs, inner, stride)
             else:
@@ -80,15 +98,15 @@ def revnet(
             inputs = outputs
     layers["head"] = Head(2 * inputs, num_classes)
     network = Network(layers)
-    initialise(network)
+    initialise_convolutions(network)
     return network
 
 
-register("revnet18", "RevNet-18 of the PETRA paper, ten layers to cut", revnet, depths=(2, 2, 2, 2))
-register("revnet34", "RevNet-34 of the PETRA paper, eighteen layers to cut", revnet, depths=(3, 4, 6, 3))
+register("revnet18", "RevNet-18 of the PETRA paper, up to 10 stages", revnet, depths=(2, 2, 2, 2))
+register("revnet34", "RevNet-34 of the PETRA paper, up to 18 stages", revnet, depths=(3, 4, 6, 3))
 register(
     "revnet50",
-    "RevNet-50 of the PETRA paper, eighteen layers to cut",
+    "RevNet-50 of the PETRA paper, up to 18 stages",
     revnet,
     depths=(3, 4, 6, 3),
     bottlenecks=True,

@@ -1,7 +1,7 @@
 """Swin Transformers, plain and reversible (Rev-Swin, PaReprop Section 3.4).
 
-Within a resolution blocks are reversible, f attends within windows and g is an MLP. Between resolutions the
-two streams are fused, merged 2×2, and begin anew as two copies.
+All blocks of a group are reversible; f is attention within windows and g an MLP. Between groups, the two streams are
+fused and 2×2 tokens are merged, and both new streams begin as the result.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from torch.nn import functional
 
 from petra.models.hierarchy import (
     MLP,
-    Branch,
     FuseKind,
     Fusion,
     MapHead,
+    ResidualBranch,
     check_hierarchy,
-    check_image,
-    initialise,
+    initialise_hierarchy,
 )
-from petra.models.parts import PlainBlock, drop_path_rates
 from petra.models.registry import register
-from petra.models.windows import WindowAttention
+from petra.models.transformer_parts import PlainBlock, check_image, drop_path_rates
+from petra.models.window_attention import WindowAttention
 from petra.reversible import Network, ReversibleBlock
 
 
 class PatchEmbedding(nn.Module):
-    """The first layer: a linear map of each patch and a norm, once for every stream."""
+    """The first layer: a linear map of each patch and a layer norm. It returns a copy per stream."""
 
     def __init__(self, inputs: int, width: int, image_size: int, patch: int, dropout: float, streams: int) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class PatchMerging(nn.Module):
         x = self.fuse(*streams)
         if self.odd:
             x = functional.pad(x, (0, 0, 0, 1, 0, 1))
-        # Channels of the four in the order of Swin's weights: column by column.
+        # The channels of the four tokens are concatenated column by column, as Swin's weights expect them.
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
         return (self.reduce(self.norm(x)),) * self.streams
 
@@ -79,10 +78,30 @@ def swin(
     drop_path: float = 0.0,
     fuse: FuseKind = "mean",
 ) -> Network:
-    """A Swin Transformer with ``depths[i]`` blocks of ``width * 2**i`` channels and ``heads[i]`` heads in group i.
+    """Build a Swin Transformer, plain or reversible.
 
-    Every other block's windows are shifted by half a window. The rate of stochastic depth grows evenly from
-    0 in the first block to ``drop_path`` in the last.
+    The resolution halves between groups. In every second block, windows are shifted by half their size.
+
+    Args:
+        width: Channels of a stream in the first group; they double in each further group.
+        depths: Number of blocks of each group.
+        heads: Attention heads of each group.
+        reversible: Build reversible blocks, otherwise plain ones.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        image_size: Height and width of the images.
+        patch: Height and width of a patch.
+        window: Height and width of an attention window, in tokens.
+        mlp_ratio: Hidden channels of an MLP, divided by the channels of the stream.
+        dropout: Rate of dropout.
+        drop_path: Rate of stochastic depth in the last block. It grows linearly from 0 in the first block.
+        fuse: How two streams become one: their `"mean"`, or a `"linear"` layer or `"mlp"` of both.
+
+    Returns:
+        The network: embedding, blocks and mergings, head.
+
+    Raises:
+        ValueError: If a size or rate is invalid.
     """
     check_hierarchy(
         width=width,
@@ -98,7 +117,7 @@ def swin(
         fuse=fuse,
     )
     if window < 1:
-        raise ValueError(f"window is {window}: give the tokens of its side, 1 or more")
+        raise ValueError(f"window is {window}: give its side in tokens, 1 or more")
     streams, kind = (2, ReversibleBlock) if reversible else (1, PlainBlock)
     stem = PatchEmbedding(in_channels, width, image_size, patch, dropout, streams)
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
@@ -114,16 +133,17 @@ def swin(
             shift = window // 2 if block % 2 else 0
             attention = WindowAttention(inner, heads[group], size, window, shift, dropout)
             mlp = MLP(inner, round(inner * mlp_ratio), inner, dropout)
-            f = Branch(nn.LayerNorm(inner), attention, rate)
-            g = Branch(nn.LayerNorm(inner), mlp, rate)
+            f = ResidualBranch(nn.LayerNorm(inner), attention, rate)
+            g = ResidualBranch(nn.LayerNorm(inner), mlp, rate)
             layers[f"group{group + 1}_block{block}"] = kind(f, g)
     layers["head"] = MapHead(width << (len(depths) - 1), num_classes)
     network = Network(layers)
-    initialise(network)
+    initialise_hierarchy(network)
     return network
 
 
-# G is known by its 661M parameters; 352 is the width that gives them at L's depth and heads of 32 channels.
+# Only the 661M parameters of G are published. 352 is the width that comes closest to them with the depths of L and 32
+# channels per head.
 for _letter, _width, _depths in (
     ("T", 96, (2, 2, 6, 2)),
     ("S", 96, (2, 2, 18, 2)),
@@ -134,7 +154,7 @@ for _letter, _width, _depths in (
     for _reversible in (True, False):
         register(
             f"{'rev-' if _reversible else ''}swin-{_letter.lower()}",
-            f"{'reversible ' if _reversible else ''}Swin-{_letter}, {sum(_depths) + 5} layers to cut",
+            f"{'reversible ' if _reversible else ''}Swin-{_letter}, up to {sum(_depths) + 5} stages",
             swin,
             reversible=_reversible,
             width=_width,

@@ -7,14 +7,14 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from petra.models.parts import check_sizes, draw, mean
 from petra.models.registry import register
-from petra.models.transformer import blocks, initialise
+from petra.models.transformer import initialise_transformer, transformer_blocks
+from petra.models.transformer_parts import check_image, check_sizes, mean_stream, truncated_normal_
 from petra.reversible import Network
 
 
 class ImageEmbedding(nn.Module):
-    """The first layer: patches and a class token with learned positions, once for every stream."""
+    """The first layer: embeds patches, a class token and their positions, and returns a copy per stream."""
 
     def __init__(self, inputs: int, image_size: int, patch: int, width: int, dropout: float, streams: int) -> None:
         super().__init__()
@@ -23,22 +23,18 @@ class ImageEmbedding(nn.Module):
         self.patches = nn.Conv2d(inputs, width, patch, stride=patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(torch.empty(1, (image_size // patch) ** 2 + 1, width))
-        draw(self.position)
+        truncated_normal_(self.position)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        if x.shape[-2:] != (self.image_size, self.image_size):
-            raise ValueError(
-                f"images are {x.shape[-2]}×{x.shape[-1]}, but there are positions for {self.image_size}×"
-                f"{self.image_size}: create the network with another image_size, or resize the images"
-            )
+        check_image(x, self.image_size)
         patches = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), patches], dim=1) + self.position
         return (self.dropout(x),) * self.streams
 
 
 class ClassTokenHead(nn.Module):
-    """The last layer: mean of the streams, norm, and a linear classifier, all of the class token."""
+    """The last layer, on the class token: mean of the streams, layer norm, and a linear classifier."""
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
@@ -46,7 +42,7 @@ class ClassTokenHead(nn.Module):
         self.fc = nn.Linear(width, num_classes)
 
     def forward(self, *streams: Tensor) -> Tensor:
-        return self.fc(self.norm(mean(tuple(x[:, 0] for x in streams))))  # type: ignore[no-any-return]
+        return self.fc(self.norm(mean_stream(tuple(x[:, 0] for x in streams))))  # type: ignore[no-any-return]
 
 
 def vit(
@@ -63,11 +59,31 @@ def vit(
     dropout: float = 0.0,
     drop_path: float = 0.0,
 ) -> Network:
-    """A ViT of ``depth`` blocks on patches of ``patch``×``patch`` pixels."""
+    """Build a vision transformer, plain or reversible.
+
+    Args:
+        width: Channels of a stream.
+        depth: Number of blocks.
+        heads: Attention heads per block.
+        reversible: Build reversible blocks, otherwise plain ones.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        image_size: Height and width of the images.
+        patch: Height and width of a patch.
+        mlp_ratio: Hidden channels of an MLP, divided by `width`.
+        dropout: Rate of dropout.
+        drop_path: Rate of stochastic depth in the last block. It grows linearly from 0 in the first block.
+
+    Returns:
+        The network: embedding, blocks, head.
+
+    Raises:
+        ValueError: If a size or rate is invalid.
+    """
     check_sizes(num_classes=num_classes, in_channels=in_channels, image_size=image_size, patch=patch)
     if image_size % patch:
-        raise ValueError(f"image_size {image_size} is not a multiple of patch {patch}: choose a patch that divides it")
-    inner = blocks(
+        raise ValueError(f"image_size {image_size} is not a multiple of patch {patch}: give a patch that divides it")
+    inner = transformer_blocks(
         reversible=reversible,
         width=width,
         depth=depth,
@@ -78,7 +94,7 @@ def vit(
     )
     stem = ImageEmbedding(in_channels, image_size, patch, width, dropout, streams=2 if reversible else 1)
     network = Network(OrderedDict(stem=stem, **inner, head=ClassTokenHead(width, num_classes)))
-    initialise(network)
+    initialise_transformer(network)
     return network
 
 
@@ -91,7 +107,7 @@ for _letter, _width, _depth, _heads, _patch in (
     for _reversible in (True, False):
         register(
             f"{'rev-' if _reversible else ''}vit-{_letter.lower()}",
-            f"{'reversible ' if _reversible else ''}ViT-{_letter}/{_patch}, {_depth + 2} layers to cut",
+            f"{'reversible ' if _reversible else ''}ViT-{_letter}/{_patch}, up to {_depth + 2} stages",
             vit,
             reversible=_reversible,
             width=_width,

@@ -1,21 +1,35 @@
-"""Reversible layers, exact backprop through them without stored activations, and a check that they invert."""
+"""Reversible layers, and exact backpropagation through them without stored activations.
 
-from petra.reversible.backprop import pareprop, plain_autograd, reversible_run
-from petra.reversible.check import Invertibility, check_invertible
-from petra.reversible.coupling import Additive, Affine, Coupling, TwoStream
-from petra.reversible.fixed_point import FixedPoint
+Start with `coupling.py`: a coupling is one invertible step, with its forward, inverse and reverse computation. Then:
+
+- `layer.py`: layers made of couplings, and the base class for your own reversible layers.
+- `network.py`: `Network`, a sequence of layers, each segment of reversible ones differentiated as a whole.
+- `backprop.py`: a segment as one node of the autograd graph.
+- `reverse_pass.py`: how the backward pass goes through a segment, on one CUDA stream or overlapped on two.
+- `segment_graph.py`: a segment captured as CUDA graphs.
+- `invertibility.py`: `check_invertible`, which compares inverse and gradients with plain autograd.
+- `fixed_point.py`, `rearrange.py`: a bit-exact coupling, and invertible layers without parameters (i-RevNet).
+
+The remaining files are tools: `streams.py` (the tensors between layers), `gradients.py`, `graph_leaks.py`,
+`keyword_arguments.py`, `module_state.py`, `randomness.py` and `weight_versions.py`.
+"""
+
+from petra.reversible.backprop import pareprop, plain_autograd, reversible_segment
+from petra.reversible.coupling import AdditiveCoupling, AffineCoupling, Coupling, TwoStreamCoupling
+from petra.reversible.fixed_point import FixedPointCoupling
 from petra.reversible.gradients import Reversal
+from petra.reversible.invertibility import Invertibility, check_invertible
 from petra.reversible.layer import CoupledLayer, ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.network import Network
 from petra.reversible.rearrange import InjectiveStem, InvertibleDownsampling, Rearrangement, SpaceToDepth
 from petra.reversible.streams import Gradients, Streams
 
 __all__ = [
-    "Additive",
-    "Affine",
+    "AdditiveCoupling",
+    "AffineCoupling",
     "CoupledLayer",
     "Coupling",
-    "FixedPoint",
+    "FixedPointCoupling",
     "Gradients",
     "InjectiveStem",
     "Invertibility",
@@ -28,9 +42,9 @@ __all__ = [
     "ReversibleResidual",
     "SpaceToDepth",
     "Streams",
-    "TwoStream",
+    "TwoStreamCoupling",
     "check_invertible",
     "pareprop",
     "plain_autograd",
-    "reversible_run",
+    "reversible_segment",
 ]

@@ -1,13 +1,13 @@
-"""Reversible backprop under ordinary autograd: a run of reversible layers as one node of the graph.
+"""Reversible backpropagation under ordinary autograd: a segment of reversible layers as one node of the graph.
 
-The node stores the run's last output and nothing else; the backward pass reconstructs every input on
-its way down (RevNet, Section 3.2).
+The node stores the outputs of the segment only; the backward pass reconstructs all inputs from them, from the last
+layer to the first (RevNet, Section 3.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -17,86 +17,100 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from petra.reversible.arguments import Keywords
-from petra.reversible.capture import Captures
 from petra.reversible.coupling import Coupling
 from petra.reversible.gradients import trainable, uncached_parametrizations, without_hooks
+from petra.reversible.keyword_arguments import Keywords
 from petra.reversible.layer import ReversibleLayer
+from petra.reversible.module_state import frozen_statistics, in_modes, modes, normalisations
 from petra.reversible.randomness import forked, random_state, restore_random_state
-from petra.reversible.statistics import frozen_statistics, in_modes, modes, normalisations
+from petra.reversible.reverse_pass import reverse_pass
+from petra.reversible.segment_graph import SegmentGraphs
 from petra.reversible.streams import Streams, autocast_dtype, autocasting, differentiable
-from petra.reversible.unwind import unwind
-from petra.reversible.weights import check_stateless, check_unchanged, versions
+from petra.reversible.weight_versions import check_stateless, check_unchanged, versions
 
 
-class _Way(Enum):
-    """How a run of reversible layers is differentiated."""
+class _BackwardMode(Enum):
+    """How a segment of reversible layers is differentiated."""
 
     REVERSIBLE = "reversible"
     OVERLAPPED = "overlapped"
     PLAIN = "plain"
 
 
-_WAY: ContextVar[_Way] = ContextVar("way", default=_Way.REVERSIBLE)
+_BACKWARD_MODE: ContextVar[_BackwardMode] = ContextVar("backward_mode", default=_BackwardMode.REVERSIBLE)
 
 
 @contextmanager
-def _going(way: _Way) -> Iterator[None]:
-    token = _WAY.set(way)
+def _use_backward_mode(mode: _BackwardMode) -> Iterator[None]:
+    token = _BACKWARD_MODE.set(mode)
     try:
         yield
     finally:
-        _WAY.reset(token)
+        _BACKWARD_MODE.reset(token)
 
 
-def plain_autograd() -> Any:
-    """A context in which reversible layers run under ordinary autograd and store their activations.
+def plain_autograd() -> AbstractContextManager[None]:
+    """Run reversible layers under ordinary autograd, which stores their activations.
 
-    The gradients are the same: use it to hold one way against the other.
+    The gradients are the same. Use it to compare the two.
+
+    Returns:
+        A context manager for the forward pass.
     """
-    return _going(_Way.PLAIN)
+    return _use_backward_mode(_BackwardMode.PLAIN)
 
 
-def pareprop() -> Any:
-    """A context for the forward pass: in the backward pass, reconstruction overlaps with gradients (PaReprop).
+def pareprop() -> AbstractContextManager[None]:
+    """Overlap reconstruction with gradient computation in the backward pass (PaReprop).
 
-    On a GPU, the inputs of one residual function are reconstructed beside the gradient of the one above it, on two CUDA
-    streams; two graphs of residual functions are alive instead of one. On a CPU it changes nothing.
+    On a GPU, the inputs of one residual function are reconstructed while the gradient of the next one is computed, on
+    two CUDA streams. Two graphs of residual functions exist at a time instead of one. On a CPU it has no effect.
+
+    Returns:
+        A context manager for the forward pass.
     """
-    return _going(_Way.OVERLAPPED)
+    return _use_backward_mode(_BackwardMode.OVERLAPPED)
 
 
-def reversible_run(
-    layers: Sequence[ReversibleLayer], streams: Streams, captures: Captures | None = None, /, **named: Any
+def reversible_segment(
+    layers: Sequence[ReversibleLayer], streams: Streams, graphs: SegmentGraphs | None = None, /, **kwargs: Any
 ) -> Streams:
-    """Apply the layers one after the other; memory for the backward pass does not grow with their number.
+    """Apply reversible layers in sequence, with memory for the backward pass that does not grow with their number.
 
-    What is ``named`` reaches every residual function of every layer as keyword arguments, on the way back too. Tensors
-    among it get gradients if they require them. With ``captures``, on a GPU and without names, the run is recorded
-    there as CUDA graphs and replayed.
+    Args:
+        layers: The layers of the segment.
+        streams: The inputs of the first layer.
+        graphs: Where to store CUDA graphs. If given, the segment is captured on the first call and launched as CUDA
+            graphs, on a GPU and without keyword arguments.
+        **kwargs: Keyword arguments for every residual function of every layer, in the forward and the backward pass.
+            Tensors among them get gradients if they require them.
+
+    Returns:
+        The outputs of the last layer.
     """
-    tensors, keywords = Keywords.take_apart(named)
-    couplings = [coupling.named(keywords) for layer in layers for coupling in layer.couplings()]
+    tensors, keywords = Keywords.flatten(kwargs)
+    couplings = [coupling.with_keywords(keywords) for layer in layers for coupling in layer.couplings()]
     parameters = trainable(module for coupling in couplings for module in coupling.modules)
     inputs = (*streams, *tensors)
-    way = _WAY.get()
-    recording = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *parameters))
-    if way is _Way.PLAIN or not recording:
+    mode = _BACKWARD_MODE.get()
+    needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *parameters))
+    if mode is _BackwardMode.PLAIN or not needs_graph:
         outputs = inputs
         for coupling in couplings:
             outputs = coupling.forward(outputs)
-    elif captures is not None and inputs[0].is_cuda and not named:
-        outputs = captures.run(couplings, inputs, parameters, way is _Way.OVERLAPPED)
+    elif graphs is not None and inputs[0].is_cuda and not kwargs:
+        outputs = graphs.apply(couplings, inputs, parameters, mode is _BackwardMode.OVERLAPPED)
     else:
-        job = _Job(couplings, len(inputs), tuple(parameters), way is _Way.OVERLAPPED)
-        outputs = _Run.apply(job, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        segment = _Segment(couplings, len(inputs), tuple(parameters), mode is _BackwardMode.OVERLAPPED)
+        outputs = _SegmentFunction.apply(segment, *inputs, *parameters)  # type: ignore[no-untyped-call]
     return outputs[: len(outputs) - len(tensors)]
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Segment:
     couplings: list[Coupling]
-    width: int
+    inputs: int
+    """The number of input streams, keyword tensors included."""
     parameters: tuple[nn.Parameter, ...]
     overlap: bool
 
@@ -105,22 +119,22 @@ class _Job:
         return [module for coupling in self.couplings for module in coupling.modules]
 
 
-class _Run(torch.autograd.Function):
+class _SegmentFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, job: _Job, *tensors: Tensor) -> Streams:
-        ctx.job = job
-        ctx.set_materialize_grads(False)  # what an unused output would get its gradient through has none
+    def forward(ctx: Any, segment: _Segment, *tensors: Tensor) -> Streams:
+        ctx.segment = segment
+        ctx.set_materialize_grads(False)  # so that parameters behind an unused output get None instead of zeros
         ctx.device = tensors[0].device
         ctx.autocast = autocast_dtype(ctx.device)
-        ctx.modes = modes(job.modules)
-        streams = tensors[: job.width]
+        ctx.modes = modes(segment.modules)
+        streams = tensors[: segment.inputs]
         ctx.random = []
         with autocasting(ctx.device, ctx.autocast), uncached_parametrizations():
-            for coupling in job.couplings:
+            for coupling in segment.couplings:
                 ctx.random.append(random_state(ctx.device))
                 streams = coupling.forward(streams)
-        ctx.versions = versions(job.modules)
-        # A stream that was passed through is an input; the node's outputs have to be its own.
+        ctx.versions = versions(segment.modules)
+        # A stream that passes unchanged is an input, and a node must not return its inputs.
         streams = tuple(x.view_as(x) for x in streams)
         ctx.save_for_backward(*streams)
         return streams
@@ -128,30 +142,30 @@ class _Run(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        job: _Job = ctx.job
-        check_unchanged(job.modules, ctx.versions)
-        wanted = ctx.needs_input_grad[1 : 1 + job.width]
-        saved = ctx.saved_tensors  # reading them twice would unpack them twice
-        more = len(saved) - job.width  # where a stem has made two streams of one, or a layer one of two
+        segment: _Segment = ctx.segment
+        check_unchanged(segment.modules, ctx.versions)
+        wanted = ctx.needs_input_grad[1 : 1 + segment.inputs]
+        saved = ctx.saved_tensors  # read once, because each access calls the unpack hooks
+        more = len(saved) - segment.inputs  # not 0 if a stem makes two streams of one, or a layer one of two
         companions = 2 + min(more, 0)
         streams = tuple(
-            x.detach().requires_grad_(i >= companions and wanted[i - more])  # a companion's gradient costs extra
+            x.detach().requires_grad_(i >= companions and wanted[i - more])  # only as needed: it costs extra
             for i, x in enumerate(saved)
         )
         with (
             forked(ctx.device),
             autocasting(ctx.device, ctx.autocast),
             in_modes(ctx.modes),
-            frozen_statistics(normalisations(job.modules)),
-            without_hooks(job.parameters),
+            frozen_statistics(normalisations(segment.modules)),
+            without_hooks(segment.parameters),
             uncached_parametrizations(),
         ):
-            _, into_inputs, into_parameters = unwind(
-                job.couplings,
+            _, into_inputs, into_parameters = reverse_pass(
+                segment.couplings,
                 streams,
                 tuple(g if differentiable(x) else None for g, x in zip(gradients, streams, strict=True)),
                 lambda i: restore_random_state(ctx.device, ctx.random[i]),
-                job.overlap,
+                segment.overlap,
             )
-        check_stateless(job.modules, ctx.versions)
-        return None, *into_inputs, *(into_parameters.get(p) for p in job.parameters)
+        check_stateless(segment.modules, ctx.versions)
+        return None, *into_inputs, *(into_parameters.get(p) for p in segment.parameters)

@@ -1,11 +1,10 @@
 """Couplings: the invertible steps that reversible layers are made of.
 
-A coupling maps streams to streams, back again, and takes gradients back through itself while it
-reconstructs its inputs. It holds no parameters and no state of its own: it is a view on the functions
-of the layer it belongs to.
+A coupling maps streams to streams and back, and computes gradients while it reconstructs its inputs. It has no
+parameters and no state: it is a view on the functions of its layer.
 
-The first two streams are coupled. Those after them are companions, for example a mask: they pass every
-coupling unchanged and are handed to its functions as further arguments.
+The first two streams are coupled. The streams after them are companions, for example a mask: they pass every coupling
+unchanged, and its functions receive them as further arguments.
 """
 
 from __future__ import annotations
@@ -18,28 +17,29 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from petra.reversible.arguments import NO_KEYWORDS, Keywords
 from petra.reversible.gradients import ParameterGradients, Reversal, trainable, vjp
-from petra.reversible.reach import check_reach
+from petra.reversible.graph_leaks import check_graph_leaks
+from petra.reversible.keyword_arguments import NO_KEYWORDS, Keywords
 from petra.reversible.streams import Gradients, Streams, T, leaves
 
 C = TypeVar("C", bound="Coupling")
 
 
-class Rewound(NamedTuple):
-    """A coupling after its inputs were reconstructed and before gradients were taken through it."""
+class Reconstructed(NamedTuple):
+    """The first half of a coupling's reverse pass: inputs are reconstructed, gradients are not yet computed."""
 
     inputs: Streams
-    take: Callable[[Gradients], tuple[Gradients, ParameterGradients]]
-    """Gradients of the inputs and parameters from those of the outputs."""
+    """The reconstructed inputs."""
+    backward: Callable[[Gradients], tuple[Gradients, ParameterGradients]]
+    """Computes the gradients of inputs and parameters from those of the outputs."""
 
 
 @dataclass(frozen=True)
 class Coupling(ABC):
-    """An invertible step."""
+    """An invertible step of a reversible layer."""
 
     keywords: Keywords = field(default=NO_KEYWORDS, kw_only=True)
-    """Which companions its functions want by name."""
+    """The companions that its functions receive as keyword arguments."""
 
     @property
     @abstractmethod
@@ -48,174 +48,214 @@ class Coupling(ABC):
 
     @property
     def unread(self) -> tuple[int, ...]:
-        """The streams on whose values gradients do not depend."""
+        """The streams on whose values the gradients do not depend."""
         return ()
 
     @abstractmethod
     def forward(self, streams: Streams) -> Streams:
-        """Outputs from inputs."""
+        """Compute outputs from inputs.
+
+        Args:
+            streams: The inputs, followed by companions.
+
+        Returns:
+            The outputs, followed by the same companions.
+        """
 
     @abstractmethod
     def inverse(self, streams: Streams) -> Streams:
-        """Inputs from outputs."""
+        """Compute inputs from outputs.
+
+        Args:
+            streams: The outputs, followed by companions.
+
+        Returns:
+            The inputs, followed by the same companions.
+        """
 
     @abstractmethod
-    def rewind(self, streams: Streams) -> Rewound:
-        """Inputs from outputs, with what it takes to go on with gradients.
+    def reconstruct(self, streams: Streams) -> Reconstructed:
+        """Compute inputs from outputs and keep the graph that gradients need.
 
-        Of the companions, those that require gradients get them.
+        Args:
+            streams: The outputs, followed by companions. Companions that require gradients get them.
+
+        Returns:
+            The inputs, and a function that computes gradients.
         """
 
     def reverse(self, streams: Streams, gradients: Gradients) -> Reversal:
-        """Inputs, their gradients and the parameters' gradients from outputs and their gradients."""
-        rewound = self.rewind(streams)
-        return Reversal(rewound.inputs, *rewound.take(gradients))
+        """Compute inputs and all gradients from outputs and their gradients.
 
-    def named(self: C, keywords: Keywords) -> C:
-        """The same coupling, whose functions take the last companions by name."""
+        Args:
+            streams: The outputs, followed by companions.
+            gradients: A gradient for each of them; None stands for zero.
+
+        Returns:
+            The inputs, their gradients, and the gradients of the parameters.
+        """
+        reconstructed = self.reconstruct(streams)
+        return Reversal(reconstructed.inputs, *reconstructed.backward(gradients))
+
+    def with_keywords(self: C, keywords: Keywords) -> C:
+        """Return the same coupling with functions that receive the last companions as keyword arguments.
+
+        Args:
+            keywords: The structure of the keyword arguments.
+
+        Returns:
+            A coupling that shares its functions with this one.
+        """
         return self if keywords is self.keywords else replace(self, keywords=keywords)
 
 
 @dataclass(frozen=True)
-class TwoStream(Coupling):
-    """Changes one stream, the target, by a function of the other, the source.
+class TwoStreamCoupling(Coupling):
+    """Changes one stream, the target, by a function of the other stream, the source.
 
-    With ``swap`` the two streams then change places, which makes one such step after another mix both.
+    With `swap`, the two streams then change places, so that a sequence of such couplings changes both.
     """
 
     function: nn.Module
+    """The residual function."""
     source: int
+    """The index of the stream that the function receives: 0 or 1."""
     target: int
+    """The index of the stream that changes: 1 or 0."""
     swap: bool = False
+    """Whether the streams change places afterwards."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         return (self.function,)
 
     @abstractmethod
-    def _change(self, target: Tensor, found: Any) -> Tensor:
-        """The new target from what the function has found."""
+    def _change(self, target: Tensor, output: Any) -> Tensor:
+        """Return the new target from the old one and the output of the function."""
 
     @abstractmethod
-    def _restore(self, target: Tensor, found: Any) -> Tensor:
-        """The old target."""
+    def _restore(self, target: Tensor, output: Any) -> Tensor:
+        """Return the old target from the new one and the output of the function."""
 
     @abstractmethod
-    def _through(self, target: Tensor, found: Any, gradient: Tensor) -> tuple[Tensor, Streams, Gradients]:
-        """The gradient of the old target, what the function has found and its gradients; ``target`` is the old."""
+    def _target_vjp(self, target: Tensor, output: Any, gradient: Tensor) -> tuple[Tensor, Streams, Gradients]:
+        """Return the gradient of the old `target`, and the outputs of the function with their gradients."""
 
     def forward(self, streams: Streams) -> Streams:
         _check_pair(streams)
         source, target, companions = streams[self.source], streams[self.target], streams[2:]
-        found = self._evaluate(source, target, companions)
-        return (*self._place(source, self._change(target, found), self.swap), *companions)
+        output = self._evaluate(source, target, companions)
+        return (*self._pair(source, self._change(target, output), self.swap), *companions)
 
     def inverse(self, streams: Streams) -> Streams:
-        source, target, companions = self._pick(streams)
-        found = self._evaluate(source, target, companions)
-        return (*self._place(source, self._restore(target, found)), *companions)
+        source, target, companions = self._unpack(streams)
+        output = self._evaluate(source, target, companions)
+        return (*self._pair(source, self._restore(target, output)), *companions)
 
-    def rewind(self, streams: Streams) -> Rewound:
-        # RevNet, Alg. 1: the evaluation that reconstructs the target also carries the graph of the vjp,
-        # so the function runs once.
-        source, target, companions = self._pick(streams)
+    def reconstruct(self, streams: Streams) -> Reconstructed:
+        # RevNet, Alg. 1: the evaluation that reconstructs the target also builds the graph for the vjp,
+        # so the function is evaluated once.
+        source, target, companions = self._unpack(streams)
         (leaf,) = leaves((source,))
-        handed = tuple(c.detach().requires_grad_(c.requires_grad) for c in companions)
+        arguments = tuple(c.detach().requires_grad_(c.requires_grad) for c in companions)
         with torch.enable_grad():
-            found = self._evaluate(leaf, target, handed)
+            output = self._evaluate(leaf, target, arguments)
         with torch.no_grad():
-            restored = self._restore(target.detach(), found)
+            restored = self._restore(target.detach(), output)
 
-        def take(gradients: Gradients) -> tuple[Gradients, ParameterGradients]:
-            source_gradient, target_gradient, rest = self._pick(gradients)
+        def backward(gradients: Gradients) -> tuple[Gradients, ParameterGradients]:
+            source_gradient, target_gradient, rest = self._unpack(gradients)
             if target_gradient is None:
-                return (*self._place(source_gradient, None), *rest), {}
+                return (*self._pair(source_gradient, None), *rest), {}
             with torch.no_grad():
-                target_gradient, outputs, into = self._through(restored, found, target_gradient)
+                target_gradient, outputs, into = self._target_vjp(restored, output, target_gradient)
             own = trainable(self.modules)
-            check_reach(self.function, outputs, (leaf, *handed, *own))
-            _, (through, *more), parameters = vjp(outputs, (leaf, *handed), own, into)
+            check_graph_leaks(self.function, outputs, (leaf, *arguments, *own))
+            _, (through, *more), parameters = vjp(outputs, (leaf, *arguments), own, into)
             rest = tuple(_sum(a, b) for a, b in zip(rest, more, strict=True))
-            return (*self._place(_sum(source_gradient, through), target_gradient), *rest), parameters
+            return (*self._pair(_sum(source_gradient, through), target_gradient), *rest), parameters
 
-        return Rewound((*self._place(source.detach(), restored), *companions), take)
+        return Reconstructed((*self._pair(source.detach(), restored), *companions), backward)
 
     def _evaluate(self, source: Tensor, target: Tensor, companions: Streams) -> Any:
         version = None if source.is_inference() else source._version
-        found = self.keywords.call(self.function, source, companions)
+        output = self.keywords.call(self.function, source, companions)
         if version is not None and source._version != version:
             raise ValueError(
                 f"{type(self.function).__name__} changes its input in place, but a reversible block passes that input "
                 "on: begin with an out-of-place operation, for example nn.ReLU() instead of nn.ReLU(inplace=True)"
             )
-        self._check(found, target)
-        return found
+        self._check(output, target)
+        return output
 
-    def _check(self, found: Any, target: Tensor) -> None:
-        if not isinstance(found, Tensor):
+    def _check(self, output: Any, target: Tensor) -> None:
+        if not isinstance(output, Tensor):
             raise ValueError(
-                f"{type(self.function).__name__} gives {type(found).__name__}: a residual function returns one tensor, "
-                "so wrap modules that return more, such as attention with its weights, in one that returns the first"
+                f"{type(self.function).__name__} returns {type(output).__name__}, but a residual function must return "
+                "one tensor: wrap modules that return more, such as attention with its weights, in a module that "
+                "returns the first output"
             )
-        if found.shape != target.shape:
+        if output.shape != target.shape:
             raise ValueError(
-                f"{type(self.function).__name__} gives {tuple(found.shape)} for a stream of {tuple(target.shape)}: "
-                "a residual function must give the shape of the stream that it is added to"
+                f"{type(self.function).__name__} returns shape {tuple(output.shape)} for a stream of shape "
+                f"{tuple(target.shape)}: a residual function must return the shape of the stream that it is added to"
             )
 
-    def _pick(self, given: tuple[T, ...]) -> tuple[T, T, tuple[T, ...]]:
-        _check_pair(given)
-        source, target = given[self.source], given[self.target]
-        return (target, source, given[2:]) if self.swap else (source, target, given[2:])
+    def _unpack(self, outputs: tuple[T, ...]) -> tuple[T, T, tuple[T, ...]]:
+        """Return source, target and companions of the outputs."""
+        _check_pair(outputs)
+        source, target = outputs[self.source], outputs[self.target]
+        return (target, source, outputs[2:]) if self.swap else (source, target, outputs[2:])
 
-    def _place(self, source: T, target: T, swap: bool = False) -> tuple[T, T]:
-        placed = (source, target) if self.source < self.target else (target, source)
-        return (placed[1], placed[0]) if swap else placed
+    def _pair(self, source: T, target: T, swap: bool = False) -> tuple[T, T]:
+        """Return source and target in the order of the streams."""
+        pair = (source, target) if self.source < self.target else (target, source)
+        return (pair[1], pair[0]) if swap else pair
 
 
 @dataclass(frozen=True)
-class Additive(TwoStream):
+class AdditiveCoupling(TwoStreamCoupling):
     """target ← target + function(source)."""
 
     @property
     def unread(self) -> tuple[int, ...]:
         return (self.target,)
 
-    def _change(self, target: Tensor, found: Tensor) -> Tensor:
-        return target + found
+    def _change(self, target: Tensor, output: Tensor) -> Tensor:
+        return target + output
 
-    def _restore(self, target: Tensor, found: Tensor) -> Tensor:
-        return target - found
+    def _restore(self, target: Tensor, output: Tensor) -> Tensor:
+        return target - output
 
-    def _through(self, target: Tensor, found: Tensor, gradient: Tensor) -> tuple[Tensor, Streams, Gradients]:
-        return gradient, (found,), (gradient,)
+    def _target_vjp(self, target: Tensor, output: Tensor, gradient: Tensor) -> tuple[Tensor, Streams, Gradients]:
+        return gradient, (output,), (gradient,)
 
 
 @dataclass(frozen=True)
-class Affine(TwoStream):
+class AffineCoupling(TwoStreamCoupling):
     """target ← target · exp(s) + t, with (s, t) = function(source): RealNVP's coupling (Dinh et al., 2017)."""
 
-    def _change(self, target: Tensor, found: tuple[Tensor, Tensor]) -> Tensor:
-        log_scale, shift = (x.to(target.dtype) for x in found)  # a scale in bfloat16 is not undone by its inverse
+    def _change(self, target: Tensor, output: tuple[Tensor, Tensor]) -> Tensor:
+        log_scale, shift = (x.to(target.dtype) for x in output)  # a scale in bfloat16 is not undone by its inverse
         return target * log_scale.exp() + shift
 
-    def _restore(self, target: Tensor, found: tuple[Tensor, Tensor]) -> Tensor:
-        log_scale, shift = (x.to(target.dtype) for x in found)
+    def _restore(self, target: Tensor, output: tuple[Tensor, Tensor]) -> Tensor:
+        log_scale, shift = (x.to(target.dtype) for x in output)
         return (target - shift) * (-log_scale).exp()
 
-    def _through(
-        self, target: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor
+    def _target_vjp(
+        self, target: Tensor, output: tuple[Tensor, Tensor], gradient: Tensor
     ) -> tuple[Tensor, Streams, Gradients]:
-        through = gradient * found[0].to(target.dtype).exp().conj()  # of itself, unless it is complex
-        return through, found, (through * target.conj(), gradient)
+        through = gradient * output[0].to(target.dtype).exp().conj()  # conj matters for complex streams only
+        return through, output, (through * target.conj(), gradient)
 
-    def _check(self, found: Any, target: Tensor) -> None:
-        if not isinstance(found, tuple) or len(found) != 2:
+    def _check(self, output: Any, target: Tensor) -> None:
+        if not isinstance(output, tuple) or len(output) != 2:
             raise ValueError(
-                f"{type(self.function).__name__} gives {type(found).__name__}: "
-                "the function of an affine coupling returns two tensors, the logarithm of a scale and a shift"
+                f"{type(self.function).__name__} returns {type(output).__name__}, but the function of an affine "
+                "coupling must return two tensors: return the logarithm of a scale and a shift"
             )
-        for part in found:
+        for part in output:
             super()._check(part, target)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of recorded evaluations, and of parameters."""
+"""Gradients of evaluations that have a graph, and of parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from petra.reversible.modules import submodules
+from petra.reversible.module_state import submodules
 from petra.reversible.streams import Gradients, Streams
 
 ParameterGradients = dict[nn.Parameter, Tensor]
@@ -18,47 +18,50 @@ ParameterGradients = dict[nn.Parameter, Tensor]
 
 
 class Reversal(NamedTuple):
-    """What going back through layers gives."""
+    """The result of a reverse pass through layers."""
 
     inputs: Streams
+    """The reconstructed inputs."""
     gradients: Gradients
+    """The gradients of the inputs."""
     parameters: ParameterGradients
+    """The gradients of the parameters."""
 
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of the modules that want a gradient, each once."""
+    """Return the parameters of the modules that require a gradient, each once."""
     held = (p for module in submodules(modules) for p in module._parameters.values())
     return list(dict.fromkeys(p for p in held if p is not None and p.requires_grad))
 
 
 def add_gradients(total: ParameterGradients, more: ParameterGradients) -> None:
-    """Add ``more`` to ``total``, leaving the tensors of both as they are."""
+    """Add `more` to `total`, leaving the tensors of both unchanged."""
     for parameter, gradient in more.items():
         total[parameter] = total[parameter] + gradient if parameter in total else gradient
 
 
 @contextmanager
 def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, hooks on the gradients of the parameters do not run.
+    """Disable the hooks on the gradients of the parameters.
 
-    Where gradients are found part by part and then handed on to autograd, the hooks are for the whole.
+    Gradients that are computed in parts and then returned to autograd must pass the hooks once, as a whole.
     """
     dicts = [p._backward_hooks for p in parameters if p._backward_hooks]
-    kept = [dict(hooks) for hooks in dicts]
+    saved = [dict(hooks) for hooks in dicts]
     for hooks in dicts:
-        hooks.clear()  # autograd holds the very dict
+        hooks.clear()  # in place, because autograd refers to the same dict
     try:
         yield
     finally:
-        for hooks, own in zip(dicts, kept, strict=True):
+        for hooks, own in zip(dicts, saved, strict=True):
             hooks.update(own)
 
 
 @contextmanager
 def uncached_parametrizations() -> Iterator[None]:
-    """Inside, parametrized weights are computed whenever they are read.
+    """Compute parametrized weights whenever they are read.
 
-    Those that ``torch.nn.utils.parametrize.cached`` keeps from an evaluation without a graph would have no gradient.
+    Weights that `torch.nn.utils.parametrize.cached` keeps from an evaluation without a graph would have no gradient.
     """
     enabled = parametrize._cache_enabled
     parametrize._cache_enabled = 0
@@ -69,7 +72,7 @@ def uncached_parametrizations() -> Iterator[None]:
 
 
 def saved_tensors(outputs: Streams) -> list[Tensor]:
-    """What the graph of the outputs holds for its backward; some of it more than once."""
+    """Return the tensors that the graph of the outputs holds for its backward pass, some more than once."""
     found: list[Tensor] = []
     nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
     seen = set(nodes)
@@ -86,9 +89,9 @@ def saved_tensors(outputs: Streams) -> list[Tensor]:
 
 
 def vjp(outputs: Streams, inputs: Streams, parameters: list[nn.Parameter], gradients: Gradients) -> Reversal:
-    """Take the gradients of the outputs of a recorded evaluation back to its inputs and parameters."""
+    """Return the gradients of the inputs and parameters of an evaluation from those of its outputs."""
     pairs = [
-        (out, grad.to(out.dtype))  # under autocast a residual is of lower precision than its stream
+        (out, grad.to(out.dtype))  # under autocast a residual has a lower precision than its stream
         for out, grad in zip(outputs, gradients, strict=True)
         if grad is not None and out.requires_grad
     ]

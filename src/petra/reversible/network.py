@@ -1,4 +1,4 @@
-"""A network as a list of layers: the form that every training method of Petra can cut and run."""
+"""A network as a sequence of layers: the form that every training method of Petra can partition and train."""
 
 from __future__ import annotations
 
@@ -9,50 +9,74 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from petra.reversible.backprop import reversible_run
-from petra.reversible.capture import Captures
-from petra.reversible.coupling import TwoStream
+from petra.reversible.backprop import reversible_segment
+from petra.reversible.coupling import TwoStreamCoupling
 from petra.reversible.layer import ReversibleBlock, ReversibleLayer, ReversibleResidual
+from petra.reversible.segment_graph import SegmentGraphs
 from petra.reversible.streams import Streams, as_streams, single, widened
 
 
 class Network(nn.Sequential):
-    """Layers one after the other, with streams flowing between them.
+    """Layers in sequence, with streams flowing between them.
 
-    An ``nn.Sequential`` whose layers may take and give several tensors. Each run of reversible layers
-    is one node of the autograd graph that stores only its last output, so ``loss.backward()`` gives
-    exact gradients with memory that does not grow with the number of reversible layers. Keyword arguments reach
-    the residual functions of all reversible layers, also in networks that are layers of this one.
+    An `nn.Sequential` whose layers may take and return several tensors. Each segment of consecutive reversible layers
+    is one node of the autograd graph that stores only its outputs. So `loss.backward()` gives exact gradients with
+    memory that does not grow with the number of reversible layers. Keyword arguments reach the residual functions of
+    all reversible layers, including those of networks that are layers of this one.
     """
 
-    captures: Captures | None = None
+    segment_graphs: SegmentGraphs | None = None
 
-    def capture(self, on: bool = True) -> Self:
-        """Record each reversible run as CUDA graphs when it first meets inputs of a kind, and replay them from then on.
+    def use_cuda_graphs(self, on: bool = True) -> Self:
+        """Capture each reversible segment as CUDA graphs, and launch these instead of single kernels.
 
-        For networks of many small kernels on a GPU; elsewhere it changes nothing. Memory of a recorded run stays taken.
-        Residual functions must not draw random numbers, and parameters must stay the same tensors.
+        A segment is captured when it first receives inputs of given shapes, dtypes and layouts. This speeds up networks
+        of many small kernels on a GPU; on a CPU it has no effect. A captured segment keeps its memory. Residual
+        functions must not draw random numbers, and parameters must stay the same tensors.
+
+        Args:
+            on: False returns to ordinary kernel launches.
+
+        Returns:
+            The network itself.
         """
-        self.captures = Captures() if on else None
+        self.segment_graphs = SegmentGraphs() if on else None
         return self
 
-    def use_coupling(self, coupling: type[TwoStream]) -> Self:
-        """Couple the streams of all reversible blocks in another way, for example exactly with `petra.FixedPoint`."""
+    def use_coupling(self, coupling: type[TwoStreamCoupling]) -> Self:
+        """Set the coupling of all reversible blocks.
+
+        Args:
+            coupling: The class of the coupling, for example `petra.FixedPointCoupling` for an exact inverse.
+
+        Returns:
+            The network itself.
+
+        Raises:
+            ValueError: If `coupling` is not a class.
+        """
         if not callable(coupling):
-            raise ValueError(f"coupling is {coupling!r}: give a class like petra.FixedPoint or petra.Additive")
+            raise ValueError(
+                f"coupling is {coupling!r}: give a class like petra.FixedPointCoupling or petra.AdditiveCoupling"
+            )
         for layer in self.modules():
             if isinstance(layer, ReversibleBlock | ReversibleResidual):
                 layer.coupling = coupling
         return self
 
     def compile_functions(self, **options: Any) -> Self:
-        """`torch.compile` for the residual functions of reversible layers and for all other layers, in place.
+        """Apply `torch.compile` in place to the residual functions of reversible layers and to all other layers.
 
-        Shapes are not taken for dynamic unless ``options`` say so: layers of one class differ in theirs.
+        Args:
+            **options: Options of `torch.compile`. Shapes are static unless `dynamic` is given, because layers of one
+                class differ in their shapes.
+
+        Returns:
+            The network itself.
         """
-        # Functions of one class share their compiled code, one version for each shape, mode and kind of their parts.
+        # Functions of one class share their compiled code, with one version for each shape, mode and type of submodule.
         config = torch._dynamo.config
-        limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # of PyTorch 2.6
+        limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # PyTorch 2.6
         setattr(config, limit, max(getattr(config, limit), 256))
         options = {"dynamic": False, **options}
         for layer in self:
@@ -64,29 +88,43 @@ class Network(nn.Sequential):
                 layer.compile(**options)
         return self
 
-    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | Streams:
+    def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor | Streams:
+        """Apply the layers in sequence.
+
+        Args:
+            *inputs: The streams for the first layer.
+            **kwargs: Keyword arguments for the residual functions of all reversible layers.
+
+        Returns:
+            The output of the last layer: a tensor, or a tuple if it returns several.
+
+        Raises:
+            ValueError: If keyword arguments are given and there are no reversible layers.
+        """
         streams = widened(as_streams(inputs))
-        if named and not self._takes_names():
+        if kwargs and not self._takes_keywords():
             raise ValueError(
-                f"{', '.join(named)} given by name, but only functions of reversible layers take arguments so, and "
-                "there are none: pass them on as streams, from layer to layer"
+                f"{', '.join(kwargs)} given by name, but only functions of reversible layers take keyword arguments, "
+                "and this network has none: pass them as streams from layer to layer"
             )
-        for reversible, layers in runs(self):
+        for reversible, layers in segments(self):
             if reversible:
-                streams = reversible_run(cast(list[ReversibleLayer], layers), streams, self.captures, **named)
+                streams = reversible_segment(
+                    cast(list[ReversibleLayer], layers), streams, self.segment_graphs, **kwargs
+                )
             else:
                 for layer, above in zip(layers, [*layers[1:], None], strict=True):
-                    inner = named if isinstance(layer, Network) and layer._takes_names() else {}
+                    inner = kwargs if isinstance(layer, Network) and layer._takes_keywords() else {}
                     streams = as_streams(layer(*streams, **inner))
                     streams = streams if getattr(above, "narrows", False) else widened(streams)
         return single(streams)
 
-    def _takes_names(self) -> bool:
-        """Whether there are reversible layers in it, or in networks inside it."""
-        return any(isinstance(x, ReversibleLayer) or (isinstance(x, Network) and x._takes_names()) for x in self)
+    def _takes_keywords(self) -> bool:
+        """Return whether there are reversible layers in this network or in networks inside it."""
+        return any(isinstance(x, ReversibleLayer) or (isinstance(x, Network) and x._takes_keywords()) for x in self)
 
 
-def runs(layers: Iterable[nn.Module]) -> Iterator[tuple[bool, list[nn.Module]]]:
-    """Cut layers into the longest runs that are all reversible or all not."""
-    for reversible, run in groupby(layers, lambda layer: isinstance(layer, ReversibleLayer)):
-        yield reversible, list(run)
+def segments(layers: Iterable[nn.Module]) -> Iterator[tuple[bool, list[nn.Module]]]:
+    """Divide layers into maximal segments that are either reversible throughout or not at all."""
+    for reversible, segment in groupby(layers, lambda layer: isinstance(layer, ReversibleLayer)):
+        yield reversible, list(segment)

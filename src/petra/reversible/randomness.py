@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """The default generators that modules on ``device`` may draw from: the CPU's and the device's."""
+    """Return the default generators that modules on `device` may draw from: the CPU's and the device's."""
     found = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -21,19 +21,19 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """What `restore_random_state` takes."""
+    """Return the state of all `generators` of the device, for `restore_random_state`."""
     return [generator.get_state() for generator in generators(device)]
 
 
 def restore_random_state(device: torch.device, state: list[Tensor]) -> None:
-    """Continue drawing where ``state`` was taken."""
+    """Set all generators of the device to a state that `random_state` returned."""
     for generator, saved in zip(generators(device), state, strict=True):
         generator.set_state(saved)
 
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn or seeded inside, the caller's random state is as before afterwards."""
+    """Restore the caller's random state on exit, whatever is drawn or seeded inside."""
     state = random_state(device)
     try:
         yield
@@ -42,12 +42,12 @@ def forked(device: torch.device) -> Iterator[None]:
 
 
 def derived_seed(*key: int) -> int:
-    """A seed that is a fixed function of ``key``, the same in every process and on every machine."""
+    """Return a seed that is a fixed function of `key`, the same in every process and on every machine."""
     text = "/".join(map(str, key))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Make everything that is drawn on ``device`` from here on a function of ``seed``."""
+    """Seed all generators that modules on `device` may draw from."""
     for generator in generators(device):
         generator.manual_seed(seed)

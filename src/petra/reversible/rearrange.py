@@ -1,7 +1,7 @@
-"""Reversible layers that only move values: exact bit for bit, and without parameters.
+"""Reversible layers that only move values: exact to the bit, and without parameters.
 
-Space-to-depth as in i-RevNet (Jacobsen et al., 2018) keeps every value of an image where a stride would drop
-three of four. A network that downsamples so and is made of reversible blocks otherwise inverts as a whole.
+Space-to-depth as in i-RevNet (Jacobsen et al., 2018) keeps every value of an image, where a stride of 2 would drop
+three of four. A network that downsamples this way and otherwise consists of reversible blocks is invertible as a whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
 
-from petra.reversible.coupling import Coupling, Rewound
+from petra.reversible.coupling import Coupling, Reconstructed
 from petra.reversible.gradients import ParameterGradients
 from petra.reversible.layer import CoupledLayer
 from petra.reversible.streams import Gradients, Streams
@@ -22,31 +22,45 @@ from petra.reversible.streams import Gradients, Streams
 
 @dataclass(frozen=True)
 class Rearrangement(Coupling):
-    """Moves the values of its streams and adds zeros; companions pass unchanged.
+    """A coupling that moves the values of its streams and may add zeros; companions pass unchanged.
 
-    Each output is one of the inputs or zero, so the transposed map, which gradients take, is the inverse.
+    Each output value is an input value or zero. So the inverse is also the transposed map, which gradients need.
     """
 
     layer: nn.Module
-    """The layer whose step it is."""
+    """The layer that the coupling belongs to."""
 
     @property
     @abstractmethod
     def before(self) -> int:
-        """How many streams it takes; companions come after them."""
+        """The number of input streams, without companions."""
 
     @property
     @abstractmethod
     def after(self) -> int:
-        """How many streams it makes of them."""
+        """The number of output streams, without companions."""
 
     @abstractmethod
     def move(self, streams: Streams) -> Streams:
-        """To their new places."""
+        """Move values to their new places.
+
+        Args:
+            streams: The inputs, without companions.
+
+        Returns:
+            The outputs.
+        """
 
     @abstractmethod
     def move_back(self, moved: Gradients) -> Gradients:
-        """To their old places; None stands for zero."""
+        """Move values to their old places.
+
+        Args:
+            moved: The outputs, or their gradients; None stands for zero.
+
+        Returns:
+            The inputs, or their gradients.
+        """
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -62,20 +76,22 @@ class Rearrangement(Coupling):
     def inverse(self, streams: Streams) -> Streams:
         return (*cast(Streams, self.move_back(streams[: self.after])), *streams[self.after :])
 
-    def rewind(self, streams: Streams) -> Rewound:
-        def take(gradients: Gradients) -> tuple[Gradients, ParameterGradients]:
+    def reconstruct(self, streams: Streams) -> Reconstructed:
+        def backward(gradients: Gradients) -> tuple[Gradients, ParameterGradients]:
             return (*self.move_back(gradients[: self.after]), *gradients[self.after :]), {}
 
         with torch.no_grad():
-            return Rewound(self.inverse(streams), take)
+            return Reconstructed(self.inverse(streams), backward)
 
 
 @dataclass(frozen=True)
 class SpaceToDepth(Rearrangement):
-    """Each factor × factor tile of an image becomes one pixel with factor² times the channels."""
+    """Turns each factor × factor tile of an image into one pixel with factor² times the channels."""
 
     factor: int
+    """The height and width of a tile."""
     streams: int = 2
+    """The number of streams."""
 
     @property
     def before(self) -> int:
@@ -100,10 +116,12 @@ class SpaceToDepth(Rearrangement):
 
 @dataclass(frozen=True)
 class PaddedSplit(Rearrangement):
-    """One image of ``inputs`` channels, followed by zeros, becomes two streams of ``channels`` each."""
+    """Turns one image, padded with channels of zeros, into two streams."""
 
     inputs: int
+    """The channels of the image."""
     channels: int
+    """The channels of each stream."""
 
     @property
     def before(self) -> int:
@@ -129,7 +147,14 @@ class PaddedSplit(Rearrangement):
 
 
 class InvertibleDownsampling(CoupledLayer):
-    """Space-to-depth of both streams: height and width divided by ``factor``, channels times its square."""
+    """Space-to-depth of both streams: divides height and width by `factor`, and multiplies channels by factor².
+
+    Args:
+        factor: The height and width of the tiles that become pixels.
+
+    Raises:
+        ValueError: If `factor` is less than 1.
+    """
 
     def __init__(self, factor: int = 2) -> None:
         super().__init__()
@@ -145,9 +170,15 @@ class InvertibleDownsampling(CoupledLayer):
 
 
 class InjectiveStem(CoupledLayer):
-    """Makes two streams of ``channels`` each of an image: space-to-depth, then channels of zeros (i-RevNet).
+    """Makes two streams from an image, by space-to-depth and padding with channels of zeros (i-RevNet).
 
-    If the image already fills the streams, nothing is added.
+    Args:
+        inputs: The channels of the image.
+        channels: The channels of each stream.
+        factor: The height and width of the tiles that become pixels first; 1 leaves the image as it is.
+
+    Raises:
+        ValueError: If the image does not fit into the two streams.
     """
 
     def __init__(self, inputs: int, channels: int, factor: int = 1) -> None:

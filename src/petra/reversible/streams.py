@@ -14,14 +14,14 @@ T = TypeVar("T")
 _LOW = (torch.float16, torch.bfloat16)
 
 Streams = tuple[Tensor, ...]
-"""One tensor, or two in a reversible run and their companions."""
+"""One tensor, or the two streams of a reversible segment followed by their companions."""
 
 Gradients = tuple[Tensor | None, ...]
 """A gradient for each stream; None stands for zero."""
 
 
 def as_streams(output: Tensor | Streams) -> Streams:
-    """A layer's output as a tuple."""
+    """Return a layer's output as a tuple; raise `ValueError` if it contains anything but tensors."""
     if isinstance(output, Tensor):
         return (output,)
     found = type(output).__name__
@@ -29,15 +29,15 @@ def as_streams(output: Tensor | Streams) -> Streams:
         others = [type(x).__name__ for x in output if not isinstance(x, Tensor)]
         if not others:
             return tuple(output)
-        found = f"{found} with a {others[0]} in it"  # as an LSTM gives one
-    raise ValueError(f"found a {found} where streams should be: give a tensor, or a tuple of tensors alone")
+        found = f"{found} with a {others[0]} in it"  # an LSTM returns one, for example
+    raise ValueError(f"found a {found} where streams should be: give a tensor, or a tuple of tensors only")
 
 
 def widened(streams: Streams) -> Streams:
-    """Under autocast, the streams in float32.
+    """Return the streams in float32 if autocast is enabled, otherwise unchanged.
 
-    They are added to over many layers, and reversible layers subtract again what they added: both need the precision,
-    while residual functions can do with less.
+    Streams accumulate sums over many layers, and reversible layers subtract again what they added. Both need the
+    precision of float32; residual functions do not.
     """
     if not streams or autocast_dtype(streams[0].device) is None:
         return streams
@@ -45,35 +45,36 @@ def widened(streams: Streams) -> Streams:
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """Under autocast, the tensor in its dtype: for layers that want their sums in it, as ResNets have them elsewhere.
+    """Return the tensor in the autocast dtype if autocast is enabled, otherwise unchanged.
 
-    Those that take their inputs by this and nothing else say so with an attribute ``narrows``, which is true. What a
-    layer below gives them in that dtype is not widened first, which would make no difference but take time: not as long
-    as this is called once for each input, or gradients would be added up in float32 there and in that dtype here.
+    It is for layers that add in the autocast dtype, as ordinary ResNets do. A layer that calls it exactly once for each
+    of its inputs, and uses the inputs in no other way, may set the attribute `narrows = True`. The outputs of the layer
+    below are then not widened first, which saves two casts and changes no result. With a second call, gradients would
+    be summed in the autocast dtype instead of float32.
     """
     dtype = autocast_dtype(x.device)
     return x.to(dtype) if dtype is not None and x.dtype in (torch.float32, *_LOW) else x
 
 
 def single(streams: tuple[T, ...]) -> T | tuple[T, ...]:
-    """The stream itself if there is but one."""
+    """Return the only stream itself, or the tuple if there are several."""
     return streams[0] if len(streams) == 1 else streams
 
 
 def differentiable(x: Tensor) -> bool:
-    """Whether there are gradients of tensors like this one."""
+    """Return whether tensors of this dtype can have gradients."""
     return x.is_floating_point() or x.is_complex()
 
 
 def leaves(streams: Streams) -> Streams:
-    """The same values as the start of a new graph."""
+    """Return the same values as leaves of a new graph."""
     return tuple(x.detach().requires_grad_(differentiable(x)) for x in streams)
 
 
-def ordered(x: Tensor, last: bool) -> Tensor:
-    """The tensor without gaps, in the order of its dimensions, of images with channels ``last``; to the last stride.
+def with_layout(x: Tensor, last: bool) -> Tensor:
+    """Return the tensor in dense memory, images with channels `last`, with the canonical strides of that layout.
 
-    Kernels choose by strides, also by those of dimensions of size 1, and their results differ in the last bits.
+    Kernels are chosen by strides, including those of dimensions of size 1, and their results differ in the last bits.
     """
     if not (last and x.ndim == 4):
         found, strides = x.contiguous(), [prod(max(n, 1) for n in x.shape[i + 1 :]) for i in range(x.ndim)]
@@ -84,27 +85,27 @@ def ordered(x: Tensor, last: bool) -> Tensor:
 
 
 def channels_last(x: Tensor) -> bool:
-    """Whether the channels of images lie together in memory; not where that is the ordinary layout too."""
+    """Return whether images are stored with channels last, and in no layout that is contiguous as well."""
     return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def laid_out_like(x: Tensor, other: Tensor) -> Tensor:
-    """``x`` in memory as ``other`` is, which has the same shape: fused optimizers take for granted that it is."""
+    """Return `x` with the memory layout of `other`, which has the same shape; fused optimizers require it."""
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), other.stride(), strict=True)):
         return x
     return torch.empty_like(other, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Which memory a tensor lies in; tells storages apart on every device, also on "meta"."""
+    """Return an identifier of the tensor's storage, unique on every device including "meta"."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of the autocast that is on for ``device`` now, if any."""
+    """Return the dtype of the autocast that is currently enabled for `device`, or None."""
     if device.type == "meta":
         return None
-    # Compilers of older PyTorch do not know the second question, and see no other devices that it is asked for.
+    # The compiler of older PyTorch versions does not support `is_autocast_available`, and sees supported devices only.
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device.type)
     if known and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
@@ -112,7 +113,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast to ``dtype``, or none at all, whatever is on outside.
+    """Return a context with autocast to `dtype`, or without autocast if it is None, whatever is enabled outside.
 
     Cast weights are not cached: a cache would outlive an update or a change of weights, and grow with depth.
     """

@@ -1,43 +1,49 @@
-"""Schedules as data: what each stage does in which tick. Knows nothing of tensors."""
+"""Pipeline schedules as data: which stage does what, for which micro-batch, in which tick. Imports no PyTorch.
+
+Start with `action.py` (one action of one stage) and `pipeline_schedule.py` (the base class: from a tick to its
+actions). The schedules are in
+
+- `async_schedule.py`: PETRA's `lock_step` and `low_staleness`, with stale gradients;
+- `locked_schedules.py`: sequential backprop, Features Replay and DNI;
+- `flush_schedules.py`: GPipe and 1F1B.
+
+`lookup.py` has all of them by name. `table.py` writes a schedule out for a number of micro-batches, `layout.py`
+arranges programs in time and detects deadlocks, `verify.py` checks a table, and `draw.py` and `svg.py` draw it as text
+and as a picture.
+"""
 
 from petra.schedule.action import Action, Kind
-from petra.schedule.check import ScheduleError, check
+from petra.schedule.async_schedule import AsyncSchedule, lock_step, low_staleness
 from petra.schedule.draw import draw
+from petra.schedule.flush_schedules import FlushSchedule, GPipeSchedule, OneFOneBSchedule
 from petra.schedule.layout import Deadlock, lay_out
-from petra.schedule.order import (
-    Decoupled,
-    Flush,
-    GPipe,
-    LockedForward,
-    OneForwardOneBackward,
-    Order,
-    Phase,
-    Pipelined,
-    Sequential,
-    Tick,
-    lock_step,
-    low_staleness,
-)
-from petra.schedule.schedule import Schedule
+from petra.schedule.locked_schedules import DecoupledSchedule, LockedForwardSchedule, SequentialSchedule
+from petra.schedule.lookup import SCHEDULES
+from petra.schedule.pipeline_schedule import Phase, PipelineSchedule, Tick
+from petra.schedule.svg import draw_svg
+from petra.schedule.table import ScheduleTable
+from petra.schedule.verify import ScheduleError, check_schedule
 
 __all__ = [
+    "SCHEDULES",
     "Action",
+    "AsyncSchedule",
     "Deadlock",
-    "Decoupled",
-    "Flush",
-    "GPipe",
+    "DecoupledSchedule",
+    "FlushSchedule",
+    "GPipeSchedule",
     "Kind",
-    "LockedForward",
-    "OneForwardOneBackward",
-    "Order",
+    "LockedForwardSchedule",
+    "OneFOneBSchedule",
     "Phase",
-    "Pipelined",
-    "Schedule",
+    "PipelineSchedule",
     "ScheduleError",
-    "Sequential",
+    "ScheduleTable",
+    "SequentialSchedule",
     "Tick",
-    "check",
+    "check_schedule",
     "draw",
+    "draw_svg",
     "lay_out",
     "lock_step",
     "low_staleness",

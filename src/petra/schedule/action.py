@@ -1,4 +1,4 @@
-"""One action of one stage: the atom every schedule is made of."""
+"""One action of one stage: the unit that every schedule is made of."""
 
 from __future__ import annotations
 
@@ -10,33 +10,49 @@ _PATTERN = re.compile(r"(\d+)([FBL](?=\d)|U)(-?\d+)")
 
 
 class Kind(StrEnum):
-    """What a stage does in one action."""
+    """The kinds of actions. The values are the letters used in printed schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
     UPDATE = "U"
     LEARN = "L"
+    """A gradient synthesizer learns from the true gradient (DNI)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Stage ``stage`` does ``kind`` for micro-batch ``microbatch``, both counted from 0.
+    """One action: a stage, what it does, and for which micro-batch.
 
-    ``2F0`` is the forward of micro-batch 0 on stage 2. An update names the last micro-batch whose
-    gradient is in it; a negative one stands for features before the first micro-batch, which are zero and
-    so is their gradient. ``2L0``: what predicts gradients on stage 2 learns from the true one of micro-batch 0.
+    `str(action)` gives a short form that `parse` reads back: `2F0` is the forward of micro-batch 0 on stage 2.
     """
 
     stage: int
+    """The stage, counted from 0."""
     kind: Kind
+    """The kind of action."""
     microbatch: int
+    """The micro-batch, counted from 0.
+
+    An update names the last micro-batch whose gradient it contains. A negative number stands for the zero features
+    that Features Replay assumes before the first micro-batch; their gradient is zero as well.
+    """
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what ``str(action)`` wrote."""
+        """Parse an action that `str(action)` printed.
+
+        Args:
+            text: The stage, one of the letters F, B, U and L, and the micro-batch, for example `2F0`.
+
+        Returns:
+            The action.
+
+        Raises:
+            ValueError: The text is not an action.
+        """
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not an action: write stage, F, B, U or L, and micro-batch, like 2F0")

@@ -1,23 +1,30 @@
-"""Draws a schedule as a table that a person can read: a row a stage, a column a phase."""
+"""Draws a schedule as a text table: one row per stage, one column per phase."""
 
 from __future__ import annotations
 
 from petra.schedule.action import Action, Kind
-from petra.schedule.schedule import Schedule
+from petra.schedule.table import ScheduleTable
 
 
-def draw(schedule: Schedule, mark: Action | None = None) -> str:
-    """The table, with the cell of ``mark`` between ``>`` and ``<``.
+def draw(table: ScheduleTable, mark: Action | None = None) -> str:
+    """Draw a schedule as text.
 
-    ::
+    For example:
 
-        tick      0     1        2
-        stage 0   F0    F1       F2 B0 U
-        stage 1   .     F0 B0 U  F1 B1 U
+        tick     0   1        2
+        stage 0  F0  F1       F2 B0 U
+        stage 1  .   F0 B0 U  F1 B1 U
+
+    Args:
+        table: The schedule.
+        mark: An action to highlight. It is printed between `>` and `<`.
+
+    Returns:
+        The lines of the table, joined with newlines.
     """
-    columns = [(t, phase) for t, tick in enumerate(schedule.ticks) for phase in tick]
+    columns = [(t, phase) for t, tick in enumerate(table.ticks) for phase in tick]
     rows = [["tick", *(f"{t}" if i == 0 or columns[i - 1][0] != t else "" for i, (t, _) in enumerate(columns))]]
-    for stage in range(schedule.stages):
+    for stage in range(table.stages):
         row = [f"stage {stage}"]
         for _, phase in columns:
             row.append(" ".join(_cell(a, a == mark) for a in phase if a.stage == stage) or ".")

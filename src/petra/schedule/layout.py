@@ -1,4 +1,4 @@
-"""Lays stages' programs out in time, and finds the deadlock if there is one."""
+"""Arranges the programs of all stages in time, and detects deadlocks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from petra.schedule.action import Action, Kind
 
 
 class Deadlock(ValueError):
-    """Programs that wait for each other for ever."""
+    """Stages whose programs wait for each other forever."""
 
 
 def waits_for(action: Action, stages: int, synthetic: bool = False) -> Action | None:
-    """The action of another stage whose message this one needs, if any.
+    """Return the action of another stage whose message this action needs, if any.
 
-    With ``synthetic`` gradients it is not the backward that needs the gradient from above, but what learns from it.
+    With `synthetic` gradients, the synthesizer needs the gradient from above and the backward does not.
     """
     if action.kind is Kind.FORWARD and action.stage > 0:
         return Action(action.stage - 1, Kind.FORWARD, action.microbatch)
@@ -24,15 +24,24 @@ def waits_for(action: Action, stages: int, synthetic: bool = False) -> Action | 
 
 
 def is_synthetic(actions: Iterable[Action]) -> bool:
-    """Whether stages predict their gradients."""
+    """Return True if stages predict their gradients with a synthesizer."""
     return any(action.kind is Kind.LEARN for action in actions)
 
 
 def lay_out(programs: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """Run the programs on paper: in each phase every stage does its next action if it can.
+    """Assign the actions of all stages to phases, as early as their messages allow.
 
-    A forward or backward takes a phase, and its message can be used in the next one; an update goes
-    into the phase of the action before it. Raises `Deadlock`, naming who waits for what.
+    In each phase, every stage performs its next action if the message for it was sent in an earlier phase. Updates
+    share the phase of the action before them.
+
+    Args:
+        programs: The actions of each stage, in the order in which the stage performs them.
+
+    Returns:
+        The phases, each with the actions of all stages.
+
+    Raises:
+        Deadlock: Stages wait for each other. The message names the action each of them waits for.
     """
     stages, synthetic = len(programs), is_synthetic(action for program in programs for action in program)
     done: set[Action] = set()
@@ -42,8 +51,8 @@ def lay_out(programs: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], .
         phase: list[Action] = []
         for stage, program in enumerate(programs):
             if position[stage] < len(program):
-                need = waits_for(program[position[stage]], stages, synthetic)
-                if need is None or need in done:
+                needed = waits_for(program[position[stage]], stages, synthetic)
+                if needed is None or needed in done:
                     phase.append(program[position[stage]])
                     position[stage] += 1
                     while position[stage] < len(program) and program[position[stage]].kind is Kind.UPDATE:

@@ -1,0 +1,144 @@
+"""The configuration of `petra plan` and `petra memory`: a network, the shape of its inputs, and how to train it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petra import methods, models
+from petra.cli.device import cores
+from petra.cli.options import model_options
+from petra.data import text as text_data
+from petra.pipeline import partition
+from petra.reversible import Network
+from petra.runs.model_arguments import accepted, check_options, network_arguments
+from petra.runs.option_fields import like, option
+from petra.runs.run_options import MODEL, RunOptions
+from petra.schedule import PipelineSchedule
+from petra.trainer.schedules import choose_schedule
+
+DEFAULT_IMAGE = (3, 32, 32)
+"""Default channels, height and width of an image."""
+DEFAULT_VOCAB_SIZE = 256
+"""Default vocabulary of text: that of bytes."""
+
+
+def image_shape(text: str) -> tuple[int, int, int]:
+    """Parse `3x32x32`."""
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError("give channels, height and width, like 3x32x32")
+    channels, height, width = map(int, parts)
+    return channels, height, width
+
+
+@dataclass(kw_only=True)
+class InputOptions:
+    """The network, and the shape of its inputs and targets."""
+
+    model: str = like(RunOptions, "model")
+    image: tuple[int, int, int] | None = option(
+        None,
+        help="shape of an image",
+        group=MODEL,
+        metavar="CxHxW",
+        parse=image_shape,
+        default_text="x".join(map(str, DEFAULT_IMAGE)),
+    )
+    classes: int = option(10, help="number of classes", group=MODEL, metavar="N", minimum=1)
+    seq_len: int | None = like(RunOptions, "seq_len", default_text=str(text_data.DEFAULT_SEQ_LEN))
+    vocab_size: int | None = like(
+        RunOptions, "vocab_size", help="vocabulary of text", default_text=str(DEFAULT_VOCAB_SIZE)
+    )
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """A network, its inputs and how to train it; every rank gets a copy."""
+
+    model: str
+    model_options: dict[str, Any]
+    image: tuple[int, int, int] | None
+    """Channels, height and width; None for text."""
+    batch_size: int
+    method: str
+    schedule: str | list[int] | None
+    accumulate: int
+    ranks: int
+    stages: int | list[int] | None
+    memory_limit: int | None
+    ticks: int
+    measure: bool
+    threads: int
+    quiet: bool
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> PlanConfig:
+        """Read the command line; raise ValueError for the first option that cannot work."""
+        takes, given = accepted(options.model), model_options(options)
+        check_options(options.model, given)
+        of_images = "in_channels" in takes
+        for name in ("seq_len", "vocab_size") if of_images else ("image",):
+            if getattr(options, name) is not None:
+                kind = "images" if of_images else "text"
+                raise ValueError(f"{options.model} takes {kind}: leave --{name.replace('_', '-')} out")
+        image = (options.image or DEFAULT_IMAGE) if of_images else None
+        data_arguments: dict[str, Any] = {
+            "vocab_size": options.vocab_size or DEFAULT_VOCAB_SIZE,
+            "seq_len": options.seq_len or text_data.DEFAULT_SEQ_LEN,
+        }
+        if image is not None:
+            channels, height, width = image
+            data_arguments = {"in_channels": channels, "image_size": height if height == width else (height, width)}
+        if "num_classes" in takes:
+            data_arguments["num_classes"] = options.classes
+        config = cls(
+            model=options.model,
+            model_options=network_arguments(options.model, data_arguments, given, "--image"),
+            image=image,
+            batch_size=options.batch_size,
+            method=options.method,
+            schedule=options.schedule,
+            accumulate=options.accumulate,
+            ranks=options.ranks,
+            stages=options.stages,
+            memory_limit=None if options.memory_limit is None else int(options.memory_limit * 2**20),
+            ticks=options.ticks,
+            measure=not options.no_run,
+            threads=max(1, cores() // options.ranks),
+            quiet=options.quiet,
+        )
+        with torch.device("meta"):
+            layers = len(config.network())
+        cuts = partition(layers, config.ranks if config.stages is None else config.stages)
+        if len(cuts) < config.ranks:
+            raise ValueError(f"--stages is {config.stages} for {config.ranks} ranks: give at least one stage per rank")
+        config.make_schedule(len(cuts))
+        return config
+
+    def network(self) -> Network:
+        """Return the network, with the same weights on every rank."""
+        torch.manual_seed(0)
+        return models.create(self.model, **self.model_options)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of a micro-batch of random data."""
+        generator = torch.Generator().manual_seed(0)
+        arguments = self.model_options
+        if self.image is None:
+            shape: tuple[int, ...] = (self.batch_size, arguments["seq_len"])
+            inputs = torch.randint(arguments["vocab_size"], shape, generator=generator)
+        else:
+            shape = (self.batch_size,)
+            inputs = torch.randn(self.batch_size, *self.image, generator=generator)
+        if "num_classes" not in arguments:
+            return inputs, torch.randint(arguments["vocab_size"], shape, generator=generator)
+        return inputs, torch.randint(arguments["num_classes"], shape[:1], generator=generator)
+
+    def make_schedule(self, stages: int) -> PipelineSchedule:
+        """Return the schedule for a number of stages."""
+        return choose_schedule(methods.find(self.method), stages, self.accumulate, self.schedule)

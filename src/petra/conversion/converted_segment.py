@@ -1,0 +1,99 @@
+"""A segment of converted blocks as a reversible function of one stream."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra.conversion.block_spec import Norm
+from petra.conversion.residual_views import ByReference
+from petra.reversible import ReversibleBlock, reversible_segment
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments of Hugging Face blocks to which attention appends keys and values."""
+
+UNSUPPORTED = {
+    "encoder_hidden_states": "cross-attention is a third residual function",
+    "head_mask": "it differs from block to block",
+    "output_attentions": "a segment of reversible blocks keeps no attention maps",
+}
+"""Arguments that cannot be used, with the reason."""
+
+
+class ConvertedSegment:
+    """Blocks in sequence, called like one block: x → x1 + x2 - x, with streams that start as x1 = x2 = x.
+
+    A view on blocks that belong to a `ReversibleBlocks`. It forwards all other attributes to its first block, because
+    networks read settings there (`layers[0].self_attn.batch_first`).
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        blocks: Sequence[nn.Module],
+        layers: Sequence[ReversibleBlock],
+        *,
+        returns_tuple: bool = False,
+        final_norm: Norm | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        """The names of the blocks in their container."""
+        self.blocks = tuple(blocks)
+        self.layers = tuple(layers)
+        """The reversible layers, whose f and g are views on the blocks."""
+        self.returns_tuple = returns_tuple
+        """Whether the blocks return tuples."""
+        self.final_norm = final_norm
+        """For post-norm blocks: the norm of the last block, which is applied to the output."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        given, kwargs = self._bind(args, kwargs)
+        # Sums that are subtracted again need float32; the blocks receive the dtype that they expect.
+        x = given
+        if given.dtype in (torch.float16, torch.bfloat16):
+            x, kwargs["precision"] = given.float(), given.dtype
+        x1, x2 = reversible_segment(self.layers, (x, x), **kwargs)
+        y = (x1 + x2 - x).to(given.dtype)
+        if self.final_norm is not None:
+            y = self.final_norm(self.blocks[-1])(y)
+        return (y,) if self.returns_tuple else y
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "blocks" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.blocks[0], name)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Return the input, and the other arguments under their names in the blocks' signature."""
+        signature = inspect.signature(self.blocks[0].forward)
+        bound = signature.bind(*args, **kwargs).arguments
+        x = bound.pop(next(iter(signature.parameters)))
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                bound.update(bound.pop(parameter.name, {}))
+            elif parameter.kind is parameter.VAR_POSITIONAL and bound.pop(parameter.name, ()):
+                raise ValueError(f"a reversible {self.kind} takes one positional argument: give the others by name")
+        for name, reason in UNSUPPORTED.items():
+            value = bound.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{name} was given to a reversible {self.kind}, but {reason}: leave it out")
+        for name in CACHES:
+            if bound.get(name) is None:
+                continue
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    f"{name} was given to a reversible {self.kind} with gradients enabled, but the block is evaluated "
+                    "again in the backward pass and would append to it twice: pass use_cache=False (or set "
+                    "config.use_cache = False), or use torch.no_grad()"
+                )
+            bound[name] = ByReference(bound[name])
+        return x, bound
+
+    @property
+    def kind(self) -> str:
+        """The class of the blocks."""
+        return type(self.blocks[0]).__name__

@@ -1,0 +1,96 @@
+"""Residual functions as views on blocks of other libraries."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra.conversion.block_spec import Function, Norm, first_tensor
+
+
+@dataclass(frozen=True)
+class ByReference:
+    """An argument that must reach the block as the same object, because the block writes into it."""
+
+    value: Any
+
+
+class ResidualView(nn.Module, ABC):
+    """A residual function of a block. The block owns the parameters; nothing is copied."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, *, precision: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        """Evaluate the function at x, cast to `precision`, the dtype of the block, if the streams have a higher one."""
+        kwargs = {name: value.value if isinstance(value, ByReference) else value for name, value in kwargs.items()}
+        return self.evaluate(x if precision is None else x.to(precision), kwargs)
+
+    @abstractmethod
+    def evaluate(self, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        """Evaluate the function at x."""
+
+
+class KnownResidual(ResidualView):
+    """A residual function of a known block, preceded by the `norm` of the block `owner` if these are given.
+
+    It looks up the submodules of the block in every call, so they may be replaced.
+    """
+
+    def __init__(
+        self, block: nn.Module, function: Function, owner: nn.Module | None = None, norm: Norm | None = None
+    ) -> None:
+        super().__init__(block)
+        self.function = function
+        self.owner = owner
+        self.norm = norm
+
+    def evaluate(self, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        if self.norm is not None:
+            x = self.norm(self.owner)(x)
+        return self.function(self.block, x, kwargs)
+
+
+class UserResidual(ResidualView):
+    """A residual function that the user's `split` made from the block."""
+
+    def __init__(self, block: nn.Module, function: nn.Module) -> None:
+        super().__init__(block)
+        owned = {id(tensor) for tensor in (*block.parameters(), *block.buffers())}
+        if any(id(tensor) not in owned for tensor in (*function.parameters(), *function.buffers())):
+            raise ValueError(
+                f"{type(function).__name__}, which split made from {type(block).__name__}, has parameters or buffers "
+                "that the block does not have: make f and g from submodules of the block, or add the new ones to the "
+                "block first"
+            )
+        self.function = function
+        parts = set(block.modules())
+        self.added = [module for module in function.modules() if module not in parts]
+
+    def evaluate(self, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        for module in self.added:  # train() and eval() of the network do not reach these
+            module.training = self.block.training
+        return first_tensor(self.function(x, **kwargs))
+
+
+def attend(module: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """Apply an attention module with those of the block's arguments that it takes.
+
+    Raises `ValueError` if an argument that it does not take is set, so that a mask is never dropped.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for name, value in kwargs.items():
+            if name not in parameters and value is not None and value is not False:
+                raise ValueError(
+                    f"{name} was given to a block, but its {type(module).__name__} does not take it: leave it out"
+                )
+        kwargs = {name: value for name, value in kwargs.items() if name in parameters}
+    return first_tensor(module(x, **kwargs))

@@ -1,0 +1,36 @@
+"""Reasons, known in advance, why a pipeline cannot be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from petra.pipeline.stage import Stage
+from petra.schedule import FlushSchedule, PipelineSchedule
+
+
+def ineligible_reason(stages: Sequence[Stage], schedule: PipelineSchedule) -> str | None:
+    """Return the reason, or None if there is no known reason."""
+    if isinstance(schedule, FlushSchedule):
+        return f"{schedule.name} empties the pipeline for every update"
+    if schedule.accumulate > 1 and any(stage.stash is not None for stage in stages):
+        return "with accumulation, the weight stash does not change in the same way in every tick"
+    return next(filter(None, map(_of_stage, stages)), None)
+
+
+def _of_stage(stage: Stage) -> str | None:
+    if stage.corrections is not None and stage.corrections.predicts and stage.stash is not None:
+        return "predicted weights are stashed"
+    if stage.method.saves_graphs:
+        return f"{stage.method.name} keeps autograd graphs from one tick to the next"
+    if stage.average is not None:
+        return "replicas average their gradients"
+    for group in groups_of(stage):
+        if not group.get("fused"):
+            return f"{type(stage.optimizer).__name__} is not fused, so its learning rate would be constant in the graph"
+    return None
+
+
+def groups_of(stage: Stage) -> list[dict[str, Any]]:
+    """Return the parameter groups of the stage's optimizer; none if it has no optimizer."""
+    return stage.optimizer.param_groups if stage.optimizer is not None else []

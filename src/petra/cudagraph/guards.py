@@ -1,0 +1,54 @@
+"""The assumptions of a captured tick: settings of modules and optimizers, and the addresses of trained tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from petra.pipeline.stage import Stage
+
+_NUMBERS = (bool, int, float, str)
+"""Types of module attributes that a forward may read, such as a rate or a temperature."""
+
+_PLAIN = (int, float, str, tuple, type(None))
+"""Types of optimizer settings that are constants in its kernels; its learning rate is in device memory."""
+
+
+class Guards:
+    """Reads the assumptions. The host does so in every tick, so modules are collected only once.
+
+    Args:
+        stages: The stages.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        losses = [stage.loss for stage in stages if isinstance(stage.loss, nn.Module)]
+        owners = [*(layer for stage in stages for layer in stage.layers), *losses]
+        modules = [m for owner in owners for m in owner.modules()]
+        own = [vars(module) for module in modules]
+        self._attributes = [(values, name) for values in own for name, v in values.items() if type(v) in _NUMBERS]
+        self._buffers = [m._buffers for m in modules if m._buffers]
+        self._parameters = [p for stage in stages for p in stage.parameters]
+
+    def __call__(self) -> Any:
+        """Return a value that stays equal as long as nothing has changed."""
+        modes: list[Any] = [values.get(name) for values, name in self._attributes]
+        modes += [p.requires_grad for p in self._parameters]
+        settings: list[Any] = []
+        places = [b.data_ptr() for buffers in self._buffers for b in buffers.values() if b is not None]
+        places += [p.data_ptr() for p in self._parameters]
+        for stage in self._stages:
+            if stage.optimizer is not None:
+                for group in stage.optimizer.param_groups:
+                    settings += [v for name, v in group.items() if name != "lr" and isinstance(v, _PLAIN)]
+                states = stage.optimizer.state.values()
+                places += [v.data_ptr() for state in states for v in state.values() if isinstance(v, Tensor)]
+            if stage.synthesizer is not None:
+                places += [v.data_ptr() for v in stage.synthesizer.tensors()]
+            if stage.corrections is not None:
+                places += [v.data_ptr() for v in stage.corrections.tensors()]
+                settings.append(stage.corrections.context.momentum_horizon)
+        return modes, settings, places

@@ -1,0 +1,326 @@
+"""Captures the tick of a full pipeline as a CUDA graph and launches it again for the following ticks.
+
+A tick launches some thousand small kernels, and a GPU that waits for the host to launch them is idle most of the time.
+Once the pipeline is full, every tick does the same with other values. What waits between two ticks is in ring buffers
+(`ring_buffers`), so eager ticks can follow captured ones and the other way round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from petra.cudagraph.async_copy import AsyncCopy
+from petra.cudagraph.eligibility import groups_of, ineligible_reason
+from petra.cudagraph.graph_capture import GraphCapture, Launch
+from petra.cudagraph.guards import Guards
+from petra.cudagraph.lr_tensor import LearningRateTensor
+from petra.cudagraph.ring_buffers import Copy, make_copies
+from petra.cudagraph.steady_state import CapturedTick, StashVersions, SteadyState
+from petra.formatting import first_line
+from petra.pipeline import Executor, MicrobatchResult
+from petra.pipeline.results import check_finite
+from petra.reversible.streams import Streams
+from petra.schedule import Action, Kind, Tick
+
+_LOSS_CHECK_DELAY = 8
+"""Delay of the loss check in ticks; also the maximum lead of the host over the device."""
+
+_ENOUGH_ELEMENTS = 2**25
+"""Elements in the streams of stages that run concurrently; more of them only take more memory."""
+
+
+class TickCapture:
+    """Runs the ticks of an executor as captured graphs where that is possible, and eagerly otherwise.
+
+    Args:
+        executor: The executor; all stages must be in its process.
+        graph_capture: Captures work on the device.
+    """
+
+    def __init__(self, executor: Executor, graph_capture: GraphCapture) -> None:
+        # The executor owns this object: a reference cycle would keep GPU memory until the garbage collector runs.
+        self._executor: Executor = weakref.proxy(executor)
+        self._graph_capture = graph_capture
+        self.ineligible_reason = ineligible_reason(executor.stages, executor.schedule)
+        """Why ticks are not captured; None if there is no known reason."""
+        self.captured_ticks = 0
+        """The number of ticks that were launched as graphs."""
+        self._steady_states: dict[Any, SteadyState] = {}
+        self._settled: SteadyState | None = None  # the one whose ring buffers hold everything that waits
+        self._history: dict[int, tuple[Any, int]] = {}  # position in the cycle -> its conditions, how often in a row
+        self._losses: list[tuple[int, AsyncCopy]] = []  # not checked yet
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._guards = Guards(executor.stages)
+
+    def run_tick(self, inputs: Streams, targets: Any, weight: float) -> list[MicrobatchResult]:
+        """Run one tick: launch its graph, capture it, or run it eagerly.
+
+        Args:
+            inputs: The inputs of the network, on the device.
+            targets: The targets of the loss.
+            weight: The weight of the gradient in the mean over replicas.
+
+        Returns:
+            The micro-batches that reached the loss in this tick.
+        """
+        executor = self._executor
+        kind = tuple(_kind(x) for x in (*inputs, targets))
+        shapes = tuple((x.shape, x.dtype) for x in inputs)
+        if (
+            self.ineligible_reason is not None
+            or weight != 1.0
+            or any(other != 1.0 for _, other in executor.mailbox.targets.values())  # ring buffers leave it out
+            or not isinstance(targets, Tensor)
+            or executor.observers
+            or executor.clock is not None
+            or any(shape != shapes for shape in executor.input_shapes)
+        ):
+            self._history.clear()
+            return self._run_eagerly(inputs, targets, weight)
+        steady = self._steady_states.get(kind)
+        if steady is None:
+            steady = self._steady_states[kind] = SteadyState(executor)
+        position, guards = executor.position_in_cycle, self._guards()
+        captured = steady.ticks.get(position)
+        settled = self._settled is steady
+        before = captured.before if captured is not None and settled else self._waiting()
+        if captured is not None and captured.guards == guards and captured.before == before:
+            return self._launch(steady, captured, inputs, targets)
+        conditions, times = self._history.get(position, (None, 0))
+        times = times + 1 if conditions == (kind, guards, before) else 0
+        self._history[position] = (kind, guards, before), times
+        if times < 2:  # the first time, libraries choose their kernels; the second, random draws are detected
+            return self._run_eagerly(inputs, targets, weight, detect_draws=times == 1)
+        return self._capture(steady, position, guards, before, inputs, targets)
+
+    def synchronize(self) -> None:
+        """Check the losses that have not been checked yet.
+
+        Raises:
+            NonFiniteLoss: If one of them is NaN or infinite.
+        """
+        self._check_losses(0)
+
+    def reset(self) -> None:
+        """Forget what is assumed about the pipeline: it was drained, or a state was loaded."""
+        self._losses.clear()
+        self._history.clear()
+        self._settled = None
+
+    def _run_eagerly(
+        self, inputs: Streams, targets: Any, weight: float, detect_draws: bool = False
+    ) -> list[MicrobatchResult]:
+        self._settled = None
+        stages = self._executor.stages
+        for stage in stages:
+            stage.layers.detect_randomness = detect_draws
+        results = self._executor.run_tick(inputs, targets, weight)
+        for stage in stages:
+            stage.layers.detect_randomness = False
+        if any(stage.layers.uses_randomness for stage in stages):
+            self.ineligible_reason = "a layer draws random numbers, as dropout does, and a graph would repeat them"
+        elif any(p.grad is not None and p.grad.is_sparse for stage in stages for p in stage.parameters):
+            self.ineligible_reason = "some gradients are sparse"
+        elif any(stage.synthesizer is not None and not stage.synthesizer.capturable for stage in stages):
+            self.ineligible_reason = "the optimizer of a synthesizer is not fused"
+        return results
+
+    def _settle(self, steady: SteadyState) -> None:
+        """Move everything that waits into the ring buffers."""
+        if self._settled is not steady:
+            steady.settle(self._executor.stages[0].layers.settings.device)
+            for stage in self._executor.stages:
+                for parameter in stage.parameters:
+                    if parameter.requires_grad:
+                        self._gradients.setdefault(parameter, torch.zeros_like(parameter))
+            make_copies(self._keep_gradients())
+        self._settled = steady
+
+    def _capture(
+        self, steady: SteadyState, position: int, guards: Any, before: Any, inputs: Streams, targets: Any
+    ) -> list[MicrobatchResult]:
+        executor = self._executor
+        first = executor.microbatches
+        static_inputs, static_targets = tuple(x.clone() for x in inputs), targets.clone()
+        actions = [action for phase in executor.next_actions for action in phase]
+        results: list[MicrobatchResult] = []
+
+        def work() -> None:
+            steady.fetch()
+            found = executor.run_tick(static_inputs, static_targets, 1.0, self._perform_in_branches)
+            # The targets of the new micro-batch may be about to take the place of these.
+            results.extend(replace(r, targets=r.targets.clone()) for r in found)
+            steady.store(self._keep_gradients())
+
+        with executor.uninterrupted():
+            captured = self._try(steady, work)
+        if captured is None:
+            return self._run_eagerly(inputs, targets, 1.0)
+        launch, rates = captured
+        relative = [replace(r, microbatch=r.microbatch - first) for r in results]
+        tick = CapturedTick(launch, guards, before, static_inputs, static_targets, relative, actions, rates)
+        steady.ticks[position] = tick
+        for stage in executor.stages:
+            if any(action.stage == stage.index and action.kind is Kind.UPDATE for action in actions):
+                stage.step_scheduler()
+        return self._results(tick, first)
+
+    def _try(self, steady: SteadyState, work: Callable[[], None]) -> tuple[Launch, LearningRateTensor] | None:
+        """Capture ``work``; if that fails, restore the host's state and set `ineligible_reason`."""
+        before = None
+        try:
+            self._settle(steady)
+            before = self._executor.host_state()
+            with self._capture_mode() as rates:
+                return self._graph_capture.capture(work), rates
+        except Exception as error:
+            if before is not None:  # a capture launches nothing, so all tensors have the values they had
+                self._executor.load_host_state(before)
+            self.ineligible_reason = f"a tick could not be captured ({first_line(error)})"
+            self._steady_states.clear()
+            return None
+
+    def _launch(
+        self, steady: SteadyState, captured: CapturedTick, inputs: Streams, targets: Any
+    ) -> list[MicrobatchResult]:
+        first = self._executor.microbatches
+        with self._executor.uninterrupted():
+            self._settle(steady)
+            for to, x in zip((*captured.inputs, captured.targets), (*inputs, targets), strict=True):
+                to.copy_(x, non_blocking=True)
+            captured.rates.refresh()
+            captured.launch()
+            self._executor.advance(inputs, captured.actions)
+            steady.advance()
+        self.captured_ticks += 1
+        return self._results(captured, first)
+
+    def _results(self, captured: CapturedTick, first: int) -> list[MicrobatchResult]:
+        """Copy the results out of the memory that the next launch overwrites."""
+        results = []
+        for r in captured.results:
+            loss, outputs, targets = tree_map(Tensor.clone, (r.loss, r.outputs, r.targets))
+            results.append(replace(r, microbatch=first + r.microbatch, loss=loss, outputs=outputs, targets=targets))
+            self._losses.append((first + r.microbatch, AsyncCopy(loss)))
+        self._check_losses(_LOSS_CHECK_DELAY)
+        return results
+
+    def _check_losses(self, keep: int) -> None:
+        while len(self._losses) > keep:
+            microbatch, loss = self._losses.pop(0)
+            check_finite(loss.get(), microbatch, self._executor.stages[-1].index, "a few updates were made after it")
+
+    @contextmanager
+    def _capture_mode(self) -> Iterator[LearningRateTensor]:
+        """Inside, host values that change from tick to tick are skipped, or read from device memory."""
+        stages = self._executor.stages
+        rates = LearningRateTensor(stages, stages[0].layers.settings.device)
+        groups = [group for stage in stages for group in groups_of(stage)]
+        kept = [(group, group["lr"], group.get("capturable")) for group in groups]
+        for group, rate in zip(groups, rates.table, strict=True):
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
+        # What a branch reads must not be given to another branch before they join.
+        self._executor.mailbox.held = []
+        try:
+            with ExitStack() as stack:
+                for stage in stages:
+                    stack.enter_context(stage.capture_mode())
+                yield rates
+        finally:
+            self._executor.mailbox.held = None
+            for group, lr, capturable in kept:
+                group["lr"] = lr
+                if capturable is not None:
+                    group["capturable"] = capturable
+
+    def _perform_in_branches(self, tick: Tick) -> list[MicrobatchResult]:
+        """Run the actions of a tick with concurrent stages in parallel branches of the graph."""
+        executor, held = self._executor, self._executor.mailbox.held
+        assert held is not None
+        results = []
+        branches = _assign_branches(tick, self._concurrent_stages())
+        for phase in tick:
+            begun: set[int] = set()
+            for stage, actions in groupby(phase, lambda action: action.stage):
+                if branches[stage] in begun:
+                    self._join_branch(branches[stage])
+                begun.add(branches[stage])
+                before: list[Action] = []
+                for action in actions:
+                    with self._branch(branches[stage], action, before):
+                        results += executor.perform(((action,),))
+                    before.append(action)
+            self._graph_capture.join()
+            held.clear()
+        return results
+
+    def _concurrent_stages(self) -> int:
+        """Return how many stages should run concurrently: large micro-batches fill the device with fewer."""
+        waiting = self._executor.mailbox.forward
+        sizes = [x.numel() for messages in waiting for streams in messages.values() for x in streams]
+        return max(1, _ENOUGH_ELEMENTS // max(sizes, default=1))
+
+    def _join_branch(self, number: int) -> None:
+        """Order the next stage of a branch after this one, so that it may reuse its memory."""
+        main, side = 2 * number, 2 * number + 1
+        self._graph_capture.after(main, side)
+        self._graph_capture.after(side, main)
+
+    def _branch(self, number: int, action: Action, before: Sequence[Action]) -> AbstractContextManager[None]:
+        """Run a backward concurrently with the stage's forward of another micro-batch, and an update after both."""
+        main, side = 2 * number, 2 * number + 1
+        if action.kind is Kind.BACKWARD and self._executor.schedule.staleness(action.stage) > 0:
+            if any(b.kind is not Kind.FORWARD for b in before):
+                self._graph_capture.after(side, main)
+            return self._graph_capture.branch(side)
+        if action.kind is not Kind.FORWARD:
+            self._graph_capture.after(main, side)
+        return self._graph_capture.branch(main)
+
+    def _keep_gradients(self) -> list[Copy]:
+        """Keep gradients in static memory, for the next micro-batch to accumulate into and for callers to read."""
+        copies: list[Copy] = []
+        for stage in self._executor.stages:
+            for parameter in stage.parameters:
+                if parameter.grad is not None and parameter.grad is not self._gradients[parameter]:
+                    copies.append((self._gradients[parameter], parameter.grad))
+                    parameter.grad = self._gradients[parameter]
+        return copies
+
+    def _waiting(self) -> Any:
+        """Return which micro-batches wait where, relative to the next one."""
+        executor, mailbox = self._executor, self._executor.mailbox
+        now, stages = executor.microbatches, executor.stages
+        queues: list[dict[int, Any]] = [*mailbox.forward, *mailbox.backward, *(s.saved for s in stages)]
+        numbers = [[n - now for n in sorted(waiting)] for waiting in (*queues, mailbox.targets)]
+        stashed = [sorted(v - stage.updates for v in StashVersions(stage.stash)) for stage in stages if stage.stash]
+        ages = [stage.corrections.delays_so_far for stage in stages if stage.corrections is not None]
+        return numbers, stashed, ages, [stage.accumulated for stage in stages]
+
+
+def _assign_branches(tick: Tick, most: int) -> dict[int, int]:
+    """Assign each stage a branch; stages of one phase get different ones, up to ``most``.
+
+    As few branches as possible: each has its own memory, which the next stage in the same branch uses again.
+    """
+    phases = [{action.stage for action in phase} for phase in tick]
+    branches: dict[int, int] = {}
+    for stage in sorted(set().union(*phases)):
+        taken = {branches[other] for phase in phases if stage in phase for other in phase & branches.keys()}
+        branches[stage] = next(number for number in count() if number not in taken)
+    return {stage: number % most for stage, number in branches.items()}
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else type(x)

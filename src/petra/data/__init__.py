@@ -1,0 +1,34 @@
+"""Data sets in memory, and batches that depend on nothing but seed, epoch and index.
+
+Start with `sources.py`: `load_data` turns a name or a path into a data set. `dataset.py` defines the interface that all
+data sets share, and `batches.py` makes batches from it on the device. The other files, by kind of data:
+
+- Images: `images.py` is the data set, and `image_split.py` augments and normalises batches. `builtin.py`, `cifar.py`
+  (with `safe_pickle.py`), `image_folder.py` and `parquet_images.py` read them; `image_decoding.py` decodes PNG, JPEG
+  and other formats.
+- One long text, for language models: `text.py`.
+- Labelled texts: `sentences.py` is the data set, `labelled_text.py` reads it, and `vocabulary.py` turns words into
+  tokens.
+
+`parquet_files.py` has what the readers of parquet files share.
+"""
+
+from petra.data.batches import Batches
+from petra.data.dataset import Data, Split, fingerprint
+from petra.data.images import ImageData
+from petra.data.sentences import SentenceData
+from petra.data.sources import load_data
+from petra.data.text import TextData
+from petra.data.vocabulary import Vocabulary
+
+__all__ = [
+    "Batches",
+    "Data",
+    "ImageData",
+    "SentenceData",
+    "Split",
+    "TextData",
+    "Vocabulary",
+    "fingerprint",
+    "load_data",
+]

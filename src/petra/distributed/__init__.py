@@ -1,0 +1,31 @@
+"""Pipelines on several processes: communication between ranks, and jobs that end cleanly.
+
+Start with `transport.py`, the interface of communication, and `rank_mailbox.py`, the messages of the stages of a rank.
+
+- `process_transport.py` implements the interface with torch.distributed. Each channel has an I/O thread
+  (`io_thread.py`), each message a header (`message_header.py`), and freed memory stays with the process (`malloc.py`).
+- `thread_transport.py` implements it for ranks that are threads of one process.
+- `job.py` connects the processes of a job, `watchdog.py` ends the job if one of them dies or hangs, and `launch.py`
+  starts them on one machine.
+"""
+
+from petra.distributed.job import JobFailed, ReportedElsewhere, join
+from petra.distributed.launch import launch_ranks
+from petra.distributed.process_transport import LostRank, ProcessTransport
+from petra.distributed.rank_mailbox import RankMailbox
+from petra.distributed.thread_transport import run_together
+from petra.distributed.transport import RankPosition, SingleProcess, Transport
+
+__all__ = [
+    "JobFailed",
+    "LostRank",
+    "ProcessTransport",
+    "RankMailbox",
+    "RankPosition",
+    "ReportedElsewhere",
+    "SingleProcess",
+    "Transport",
+    "join",
+    "launch_ranks",
+    "run_together",
+]

@@ -1,0 +1,151 @@
+"""The part of one process in a job: it joins the other processes, reports errors once, and leaves in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from petra.distributed.process_transport import LostRank, ProcessTransport
+from petra.distributed.transport import SingleProcess, Transport
+from petra.distributed.watchdog import Watchdog
+
+
+class ReportedElsewhere(Exception):
+    """This process has to exit, and another process prints the reason.
+
+    Args:
+        code: The exit code of this process.
+    """
+
+    def __init__(self, code: int = 1) -> None:
+        super().__init__("another process reports the reason")
+        self.code = code
+
+
+class JobFailed(RuntimeError):
+    """Another process of the job has died or hangs."""
+
+
+def world_size() -> int:
+    """Return the number of processes of the job, as torchrun sets it in the environment."""
+    return _variable("WORLD_SIZE", 1)
+
+
+def restart_count() -> int:
+    """Return how many times torchrun has restarted this job."""
+    return _variable("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def job_name() -> str | None:
+    """Return torchrun's name of this job, or None without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def is_first_process() -> bool:
+    """Return whether this is the first process of the job."""
+    return _variable("RANK", 0) == 0
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ValueError(f"the environment variable {name} is {text!r}: give a whole number, as torchrun does")
+    return int(text) if text else default
+
+
+_joined: list[bool] = []
+
+
+def has_joined() -> bool:
+    """Return whether this process has joined the others, so that one of them reports errors for all."""
+    return bool(_joined)
+
+
+@contextmanager
+def join(
+    device: torch.device,
+    *,
+    replicas: int = 1,
+    timeout: float = 300.0,
+    early_exit: tuple[type[BaseException], ...] = (),
+) -> Iterator[Transport]:
+    """Connect the processes that torchrun or `petra train --ranks` has started.
+
+    Inside this context, an error in one process ends all of them, and one of them reports it.
+
+    Args:
+        device: The device of this process.
+        replicas: The number of replicas of the pipeline.
+        timeout: The seconds after which a process that makes no progress counts as stuck.
+        early_exit: Exceptions that all processes raise alike to leave the context early. They do not count as errors.
+
+    Yields:
+        The transport of this process.
+
+    Raises:
+        ValueError: If there is one process and several replicas.
+        JobFailed: If another process has died or hangs, and this process reports it.
+        ReportedElsewhere: If another process reports the error.
+    """
+    if world_size() == 1:
+        if replicas > 1:
+            raise ValueError(f"{replicas} replicas need {replicas} processes: start them with --ranks or torchrun")
+        yield SingleProcess(device)
+        return
+    # The watchdog detects processes that are stuck. This limit is a fallback. It is much longer, because a message
+    # that passes many stages may take many times as long as each of them.
+    limit = timedelta(seconds=60 + 4 * timeout)
+    job_store, process, world = _connect_store(limit)
+    # A job that torchrun restarts has the same store, with the entries of its previous attempt.
+    store = PrefixStore(f"petra/{restart_count()}", job_store)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _gpu_per_process() else "gloo"
+    dist.init_process_group(backend, store=store, rank=process, world_size=world, timeout=limit)
+    transport = ProcessTransport(device, replicas, limit)
+    _joined.append(True)
+    names = [str(position) for position in transport.positions()]
+    # The watchdog needs its own connection, because the process group blocks its connection while it waits.
+    watchdog_store = PrefixStore(f"petra/{restart_count()}", _connect_store(limit)[0])
+    watchdog = Watchdog(watchdog_store, process, names, transport.activity, timeout)
+    leaving: BaseException | None = None
+    try:
+        # No process may continue, and perhaps fail and exit, while another one still connects.
+        transport.gather(None)
+        try:
+            yield transport
+        except early_exit as error:
+            leaving = error
+        transport.flush()
+        transport.gather(None)  # no process may exit while another one still needs it
+    except BaseException as error:
+        with suppress(ValueError):  # outside the main thread
+            # torchrun sends it when the first process exits, which must not interrupt the report.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        message = watchdog.diagnose(error) if isinstance(error, LostRank) else f"{transport.position}: {error}"
+        if message is None or not watchdog.report_failure(message):
+            raise ReportedElsewhere(2 if isinstance(error, ValueError | OSError) else 1) from error
+        if isinstance(error, LostRank):
+            raise JobFailed(message) from error
+        raise
+    watchdog.close()
+    dist.destroy_process_group()
+    if leaving is not None:
+        raise leaving
+
+
+def _connect_store(limit: timedelta) -> tuple[Store, int, int]:
+    """Return a new connection to the store of the job, the number of this process, and the number of processes."""
+    store, process, world = next(iter(rendezvous("env://", timeout=limit)))
+    return store, process, world
+
+
+def _gpu_per_process() -> bool:
+    """Return whether every process of this machine has its own GPU, which NCCL requires."""
+    return _variable("LOCAL_WORLD_SIZE", 1) <= torch.cuda.device_count()

@@ -1,0 +1,305 @@
+"""Communication between processes with torch.distributed: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from petra.distributed.io_thread import IOThread, run_immediately
+from petra.distributed.malloc import keep_freed_memory
+from petra.distributed.message_header import check_header, checksum, empty_header, make_header, payload
+from petra.distributed.transport import (
+    PendingReceive,
+    RankPosition,
+    Transport,
+    flatten,
+    host_copies,
+    make_buckets,
+    unflatten_into,
+)
+from petra.formatting import first_line
+from petra.pipeline.message_shapes import Template
+from petra.schedule import Action
+
+
+class MessageBuffers:
+    """Memory for messages, which is reused as soon as no tensor refers to it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
+
+    def empty_like(self, template: Tensor, device: torch.device) -> Tensor:
+        """Return an uninitialized tensor with the shape and dtype of the template."""
+        if device.type != "cpu":
+            return torch.empty(template.shape, dtype=template.dtype, device=device)  # its allocator reuses memory
+        size = template.numel() * template.element_size()
+        if size == 0:
+            return torch.empty(template.shape, dtype=template.dtype)
+        free = self._free[size]
+        block = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        # Every tensor in this memory keeps the array alive, and nothing else does.
+        array = block.numpy()
+        weakref.finalize(array, free.append, block).atexit = False
+        return torch.from_numpy(array).view(template.dtype).view(template.shape)
+
+
+class LostRank(RuntimeError):
+    """A message could not be sent or received, because the rank at the other end is gone or stuck."""
+
+
+class ProcessTransport(Transport):
+    """Communication with the other processes of the default process group.
+
+    Every pair of ranks that exchanges messages has one process group per direction. NCCL has no tags, so a message is
+    matched with its receive by order alone; with separate groups, the two directions cannot block each other. Messages
+    are received into buffers that are reused when no tensor refers to them any more.
+
+    With gloo, messages pass through host memory, whatever the device of the network. Each has a header, and each gloo
+    channel has a thread at both ends, which computes checksums and copies while the rank computes.
+
+    Args:
+        device: The device of the network.
+        replicas: The number of pipelines that the processes form; it must divide the number of processes.
+        timeout: How long to wait for a message; must be longer than a tick takes.
+        verify: Whether messages over gloo carry a checksum.
+
+    Raises:
+        ValueError: If `replicas` does not divide the number of processes.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        replicas: int = 1,
+        timeout: timedelta = timedelta(minutes=5),
+        verify: bool = True,
+    ) -> None:
+        world = dist.get_world_size()
+        if replicas < 1 or world % replicas:
+            raise ValueError(f"replicas is {replicas}, which does not divide the {world} processes: give a divisor")
+        shape = (world // replicas, replicas)
+        nccl = torch.device(device).type == "cuda" and "nccl" in dist.get_backend_config()
+        mesh = init_device_mesh("cuda" if nccl else "cpu", shape, mesh_dim_names=("pipeline", "data"))
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        super().__init__(RankPosition(coordinate[0], shape[0], coordinate[1], shape[1]), device)
+        self._comm_device = torch.device(device if nccl else "cpu")
+        if self._comm_device.type == "cpu":
+            keep_freed_memory()
+        self._has_headers = not nccl  # reading a header on a GPU would make the host wait
+        self._verify = verify
+        self._replica_group = mesh.get_group("data")
+        self._timeout = timeout
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._world_group = dist.new_group(timeout=timeout, backend="gloo")
+        self._flags_group = dist.new_group(timeout=timeout, backend="gloo")
+        self._buffers = MessageBuffers()
+        self._io_threads: dict[tuple[str, int], IOThread] = {}
+        # For each recent tick: receiving ranks, and functions that wait until the message has left.
+        self._pending_sends: deque[list[tuple[int, Callable[[], None]]]] = deque([[]])
+        _transports.add(self)
+        self._pending_flags: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        with self._connected(None, "connect to"):
+            for source, to in sorted(set(pairs) - set(self._groups)):
+                for replica in range(self.position.replicas):  # every process makes every group, in the same order
+                    self._open(source, to, replica)
+        self.gather(None)  # no process may exit while another one still connects
+
+    def _open(self, source: int, to: int, replica: int) -> None:
+        sender, receiver = source * self.position.replicas + replica, to * self.position.replicas + replica
+        group = dist.new_group(sorted((sender, receiver)), timeout=self._timeout)
+        if replica == self.position.replica:
+            self._groups[source, to] = group
+        # Send one number now. NCCL opens a channel with its first message, and two ranks that open different channels
+        # first would wait for each other.
+        number = torch.zeros(1, device=self._comm_device)
+        if sender == dist.get_rank():
+            dist.send(number, receiver, group=group)
+        elif receiver == dist.get_rank():
+            dist.recv(number, sender, group=group)
+
+    def send(self, to: int, action: Action, tensors: Template) -> None:
+        message = [t.contiguous().to(self._comm_device) for t in tensors if t is not None]
+        self.sent[to, action.kind.value] += payload(message)
+        versions = _versions(message)
+
+        def deliver() -> Callable[[], None]:
+            header = [make_header(action, checksum(message) if self._verify else 0)] if self._has_headers else []
+            return self._post(to, [*header, *message])
+
+        posted = self._io_thread("to", to).submit(deliver) if self._has_headers else run_immediately(deliver)
+
+        def wait() -> None:
+            posted.result()()
+            if _versions(message) != versions:
+                raise RuntimeError(
+                    f"{self.position}: a tensor was modified while it was being sent to rank {to}: "
+                    "layers must not write into their inputs or outputs"
+                )
+
+        self._pending_sends[-1].append((to, wait))
+
+    def _post(self, to: int, message: list[Tensor]) -> Callable[[], None]:
+        """Start sending the tensors, and return a function that waits until they have left."""
+        with self._connected(to, "send to"):
+            group = self._groups[self.position.rank, to]
+            works = [(dist.isend(tensor, self._process(to), group=group), tensor) for tensor in message]
+
+        def wait() -> None:
+            with self._connected(to, "send to"):
+                for work, _ in works:  # the tensors must stay alive until then
+                    assert work is not None
+                    work.wait()
+
+        return wait
+
+    def receive(self, source: int, action: Action, template: Template) -> PendingReceive:
+        header = [empty_header()] if self._has_headers else []
+        message = [self._buffers.empty_like(t, self._comm_device) for t in template if t is not None]
+        group = self._groups[source, self.position.rank]
+        with self._connected(source, "receive from"):
+            works = [dist.irecv(tensor, self._process(source), group=group) for tensor in [*header, *message]]
+
+        def fetch() -> int:
+            with self._connected(source, "receive from"):
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            return checksum(message) if self._has_headers and self._verify else 0
+
+        fetched = self._io_thread("from", source).submit(fetch).result if self._has_headers else fetch
+
+        def arrive() -> Template:
+            with self.activity.waiting(source):
+                received = fetched()
+            if self._has_headers:
+                check_header(header[0], action, received)
+            arrived = iter(message)
+            return tuple(None if t is None else next(arrived).to(self.device) for t in template)
+
+        return arrive
+
+    def _io_thread(self, direction: str, other: int) -> IOThread:
+        if (direction, other) not in self._io_threads:
+            self._io_threads[direction, other] = IOThread(f"petra-{direction}-{other}")
+        return self._io_threads[direction, other]
+
+    def begin_tick(self) -> None:
+        # A rank posts all receives of a tick before its first action. So the messages of the tick before last have
+        # been posted for, and waiting for them cannot deadlock two ranks.
+        self._pending_sends.append([])
+        while len(self._pending_sends) > 2:
+            self._wait_for(self._pending_sends.popleft())
+
+    def flush(self) -> None:
+        while self._pending_sends:
+            self._wait_for(self._pending_sends.popleft())
+        self._pending_sends.append([])
+
+    def _wait_for(self, sends: list[tuple[int, Callable[[], None]]]) -> None:
+        for to, wait in sends:
+            with self.activity.waiting(to):
+                wait()
+
+    def close_threads(self) -> None:
+        """End the I/O threads, including those that wait for messages that will never come."""
+        for (direction, other), thread in self._io_threads.items():
+            if direction == "from" and thread.busy:
+                group = self._groups[other, self.position.rank]
+                with suppress(RuntimeError):  # gloo closes a channel on which a receive has timed out
+                    group.recv([torch.empty(1)], int(other > self.position.rank), 0).wait(timedelta(milliseconds=1))
+            thread.close(timeout=2.0)
+
+    def gather(self, value: Any) -> list[Any]:
+        text = json.dumps(value).encode()
+        world = dist.get_world_size()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+        with self.activity.waiting(None), self._connected(None, "receive from"):
+            dist.all_gather(lengths, torch.tensor([len(text)]), group=self._world_group)
+            longest = int(max(lengths))
+            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
+            own = torch.zeros(longest, dtype=torch.uint8)
+            own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            dist.all_gather(texts, own, group=self._world_group)
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        pending = []
+        with self.activity.waiting(None), self._connected(None, "average with"):
+            for bucket in make_buckets(tensors):
+                vector = flatten(bucket).to(self._comm_device)
+                pending.append((bucket, vector, dist.all_reduce(vector, group=self._replica_group, async_op=True)))
+            for bucket, vector, work in pending:
+                assert work is not None
+                work.wait()
+                unflatten_into(vector.div_(self.position.replicas), bucket)
+
+    def gather_to_main(self, source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rank, last = self.position.rank, self.position.ranks - 1
+        # Layers may create or replace buffers, so only the rank that holds them knows their shapes.
+        specs = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+        specs = self.gather(specs)[self._process(source)]
+        if rank not in (source, last) or self.position.replica > 0:
+            return {}
+        empty = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in specs}
+        result = host_copies(tensors) if rank == source else empty
+        for tensor in result.values() if source != last else ():
+            message = tensor.view(-1).view(torch.uint8)  # gloo does not support all dtypes
+            if rank == source:
+                with self.activity.waiting(last), self._connected(last, "send to"):
+                    dist.send(message, self._process(last), group=self._world_group)
+            else:
+                with self.activity.waiting(source), self._connected(source, "receive from"):
+                    dist.recv(message, self._process(source), group=self._world_group)
+        return result if rank == last else {}
+
+    def any_rank_async(self, flag: bool) -> bool:
+        # The answer is read a few ticks later, when all processes have contributed to it, so that nobody waits.
+        combined = torch.tensor([int(flag)])
+        with self.activity.waiting(None), self._connected(None, "receive from"):
+            work = dist.all_reduce(combined, dist.ReduceOp.MAX, group=self._flags_group, async_op=True)
+            assert work is not None
+            self._pending_flags.append((work, combined))
+            if len(self._pending_flags) <= max(4, self.position.ranks):
+                return False
+            work, combined = self._pending_flags.popleft()
+            work.wait()
+        return bool(combined)
+
+    @contextmanager
+    def _connected(self, other: int | None, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # torch.distributed raises no subclass for lost connections
+            reason = first_line(error)
+            peer = "the other ranks" if other is None else f"rank {other}"
+            where = f"{self.position}, tick {self.activity.tick}, {self.activity.what}"
+            raise LostRank(f"{where}: cannot {verb} {peer} ({reason})") from error
+
+
+_transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all_threads() -> None:
+    # A thread that returns from gloo while the interpreter shuts down would crash the process.
+    for transport in list(_transports):
+        transport.close_threads()
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return version counters, which increase with every write into the tensors."""
+    return [0 if t.is_inference() else t._version for t in tensors]

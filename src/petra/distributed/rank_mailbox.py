@@ -1,0 +1,147 @@
+"""The messages of one rank: from and to the stages of other ranks, and between its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from petra.distributed.transport import PendingReceive, Transport
+from petra.methods import BackwardMessage
+from petra.pipeline.mailbox import EVALUATION, LocalMailbox, Shapes
+from petra.pipeline.message_format import MessageFormat
+from petra.pipeline.message_shapes import ShapeInference, Template, as_message, as_tensors, shapes_of
+from petra.pipeline.stage import Stage
+from petra.reversible.streams import Streams
+from petra.schedule import Action, Kind, Tick
+
+
+class RankMailbox(LocalMailbox):
+    """Messages of the stages of one rank.
+
+    All ranks make the same calls with micro-batches of the same shapes; the rank of the first stage uses the inputs,
+    that of the last stage the targets. Every rank knows the whole schedule, so at the start of a tick it posts the
+    receives of all messages that its neighbours will send in that tick, in the order in which they send them, and
+    waits for each only when it is used.
+
+    Args:
+        placement: The rank of each stage.
+        transport: Sends and receives.
+        shape_inference: The shapes of messages.
+        format: The dtype and layout of messages.
+    """
+
+    exchanges = True
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        transport: Transport,
+        shape_inference: ShapeInference,
+        format: MessageFormat | None = None,
+    ) -> None:
+        super().__init__(len(placement), format)
+        self._placement = list(placement)
+        self._owned = {stage for stage, rank in enumerate(placement) if rank == transport.position.rank}
+        self._transport = transport
+        self._shape_inference = shape_inference
+        self._shapes: dict[int, Shapes] = {}  # inputs of micro-batches in flight
+        self._evaluation: list[Template] = []  # for each stage, the shapes of its inputs in evaluation mode
+        self._pending_forward: dict[tuple[int, int], PendingReceive] = {}  # by stage and micro-batch
+        self._pending_backward: dict[tuple[int, int], PendingReceive] = {}
+
+    def read(self, microbatch: int, inputs: Streams, targets: Any, weight: float) -> None:
+        if 0 in self._owned:
+            self.forward[0][microbatch] = inputs
+        if self.stages - 1 in self._owned:
+            self.targets[microbatch] = targets, weight
+
+    def begin_tick(self, tick: Tick, start: int, shapes: dict[int, Shapes]) -> None:
+        self._transport.begin_tick()
+        self._shapes = shapes
+        for action in (action for phase in tick for action in phase if action.stage not in self._owned):
+            sent = Action(action.stage, action.kind, start + action.microbatch)
+            if action.kind is Kind.FORWARD and (to := action.stage + 1) in self._owned:
+                template = self._shape_inference.shapes(shapes[sent.microbatch]).forward[to]
+                self._pending_forward[to, sent.microbatch] = self._receive(sent, template)
+            elif action.kind is Kind.BACKWARD and (to := action.stage - 1) in self._owned:
+                template = self._shape_inference.shapes(shapes[sent.microbatch]).backward[to]
+                self._pending_backward[to, sent.microbatch] = self._receive(sent, template)
+
+    def begin_evaluation(self, inputs: Streams) -> None:
+        self._transport.begin_tick()
+        self._evaluation = self._shape_inference.outputs(shapes_of(inputs))
+
+    def take_forward(self, stage: Stage, microbatch: int) -> Streams:
+        if microbatch == EVALUATION and stage.index - 1 not in self._owned:
+            sent = Action(stage.index - 1, Kind.FORWARD, microbatch)
+            return _without_none(self._receive(sent, self._evaluation[stage.index])())
+        self._collect_forward(stage.index, microbatch)
+        return super().take_forward(stage, microbatch)
+
+    def send_forward(self, action: Action, streams: Streams) -> None:
+        if action.stage + 1 in self._owned:
+            super().send_forward(action, streams)
+        else:
+            self._send(self._placement[action.stage + 1], action, self.format.pack(self.format.lay_out(streams)))
+
+    def take_backward(self, stage: Stage, microbatch: int) -> BackwardMessage:
+        self._collect_backward(stage.index, microbatch)
+        return super().take_backward(stage, microbatch)
+
+    def send_backward(self, action: Action, message: BackwardMessage) -> None:
+        if action.stage - 1 in self._owned:
+            super().send_backward(action, message)
+            return
+        tensors = as_tensors(self._packed(message))
+        shapes = self._shapes.get(action.microbatch)  # where gradients are predicted, it may have left already
+        expected = tensors if shapes is None else self._shape_inference.shapes(shapes).backward[action.stage - 1]
+        if [x is None for x in tensors] != [x is None for x in expected]:
+            raise ValueError(
+                f"stage {action.stage} has gradients for different inputs in micro-batch {action.microbatch} than "
+                "before: on several ranks, every micro-batch must use all streams; add zero times a "
+                "stream where it is not used"
+            )
+        self._send(self._placement[action.stage - 1], action, tensors)
+
+    def flush(self) -> None:
+        self._transport.flush()
+
+    def state_dict(self, stage: int) -> dict[str, Any]:
+        for owner, microbatch in [key for key in self._pending_forward if key[0] == stage]:
+            self._collect_forward(owner, microbatch)
+        for owner, microbatch in [key for key in self._pending_backward if key[0] == stage]:
+            self._collect_backward(owner, microbatch)
+        return super().state_dict(stage)
+
+    def load_state_dict(self, stage: int, state: dict[str, Any]) -> None:
+        super().load_state_dict(stage, state)
+        self._pending_forward.clear()
+        self._pending_backward.clear()
+
+    def _collect_forward(self, stage: int, microbatch: int) -> None:
+        if (stage, microbatch) in self._pending_forward:
+            self.forward[stage][microbatch] = _without_none(self._pending_forward.pop((stage, microbatch))())
+
+    def _collect_backward(self, stage: int, microbatch: int) -> None:
+        if (stage, microbatch) in self._pending_backward:
+            tensors = self._pending_backward.pop((stage, microbatch))()
+            self.backward[stage][microbatch] = as_message(tensors, self._shape_inference.needs_outputs(stage))
+
+    def _send(self, to: int, header: Action, tensors: Template) -> None:
+        # Transports send values in the order of dimensions: in this one, that is their order in memory.
+        self._transport.send(to, header, self._permuted(tensors, 0, 2, 3, 1))
+
+    def _receive(self, header: Action, template: Template) -> PendingReceive:
+        source = self._placement[header.stage]
+        pending = self._transport.receive(source, header, self._permuted(template, 0, 2, 3, 1))
+        return lambda: self._permuted(pending(), 0, 3, 1, 2)
+
+    def _permuted(self, tensors: Template, *dimensions: int) -> Template:
+        """Return the tensors with the dimensions of images permuted, where channels come last."""
+        if not self.format.channels_last:
+            return tensors
+        return tuple(x.permute(dimensions) if x is not None and x.ndim == 4 else x for x in tensors)
+
+
+def _without_none(tensors: Template) -> Streams:
+    return tuple(x for x in tensors if x is not None)

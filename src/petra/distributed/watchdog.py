@@ -1,0 +1,189 @@
+"""Watches the processes of a job: names a process that has died or hangs, and ends the whole job.
+
+A few times a second, every process writes to a shared store what it is doing. A process that fails writes a failure
+report there. The first report is the one that is printed; all other processes exit without a message.
+
+Silence is measured in polls, not in wall time. A process that was suspended has polled less often as well, so it does
+not blame the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from petra.formatting import first_line
+from petra.pipeline.activity import Activity
+
+INTERVAL = 0.5
+"""Seconds between two polls."""
+SILENCE_LIMIT = 3.0
+"""Seconds of silence after which a process counts as dead, once something has gone wrong."""
+DIAGNOSIS_TIMEOUT = 3 * SILENCE_LIMIT
+"""Seconds that a process looks for the cause of a lost connection, before it reports only the connection."""
+
+
+class KeyValueStore(Protocol):
+    """The methods of a `torch.distributed.Store` that the watchdog uses."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class Watchdog:
+    """A thread that publishes what this process is doing, and monitors the others.
+
+    Args:
+        store: The store that all processes share.
+        process: The number of this process.
+        names: The names of all processes, for messages.
+        activity: What this process is doing.
+        timeout: The seconds after which a process that makes no progress counts as stuck.
+        exit: Ends this process with an exit code.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        process: int,
+        names: list[str],
+        activity: Activity,
+        timeout: float,
+        exit: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._store, self._process, self._names, self._activity = store, process, names, activity
+        self._timeout, self._exit = timeout, exit
+        self._last_seen: dict[int, tuple[str, int]] = {}  # process -> its last status, and the poll that found it
+        self._last_progress = (-1, 0)  # the activity counter of this process, and the poll in which it changed
+        self._polls = 0
+        self._closing = threading.Event()
+        self._lock = threading.RLock()
+        self._reported = False
+        self._thread = threading.Thread(target=self._watch, name="petra-watchdog", daemon=True)
+        self._poll()
+        self._thread.start()
+
+    def report_failure(self, message: str) -> bool:
+        """Report why this process fails.
+
+        Args:
+            message: The reason.
+
+        Returns:
+            Whether this is the first report of the job, so that this process prints it.
+        """
+        with self._lock:
+            if self._reported:
+                return False
+            try:
+                stored = self._store.compare_set("failure", "", json.dumps([self._process, message]))
+                self._reported = bool(json.loads(stored)[0] == self._process)
+            except RuntimeError:  # the store is gone: the processes that exist in every job report
+                self._reported = self._process <= 1
+            return self._reported
+
+    def diagnose(self, error: Exception) -> str | None:
+        """Find the cause of a lost connection.
+
+        Args:
+            error: The error of the transport.
+
+        Returns:
+            A message that names the process that is gone, or the error itself if none is; None if another process
+            has reported a failure.
+        """
+        for _ in range(int(2 * DIAGNOSIS_TIMEOUT / INTERVAL)):
+            time.sleep(INTERVAL / 2)
+            try:
+                if self._failure_of_others() is not None:
+                    return None
+            except RuntimeError:
+                break
+            quietest = max(list(self._last_seen), key=self._silence, default=None)
+            if quietest is not None and self._silence(quietest) > SILENCE_LIMIT:
+                return self._describe_lost(quietest)
+        return str(error)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing.set()
+        self._thread.join(timeout=2 * SILENCE_LIMIT)  # it may be in a call to the store
+
+    def _watch(self) -> None:
+        while not self._closing.wait(INTERVAL):
+            try:
+                self._poll()
+                failure = self._failure_of_others()
+            except Exception as error:  # whatever the error is, an unwatched job must not continue
+                if not self._closing.wait(2 * SILENCE_LIMIT):
+                    reason = first_line(error)
+                    self._abort(f"the store of the job is gone, and with it the process that holds it ({reason})")
+                return
+            if failure is not None and not self._closing.wait(2 * INTERVAL):
+                # Another process has reported a failure. This one may wait for a message that will never come.
+                self._exit(1)
+
+    def _poll(self) -> None:
+        """Publish the status of this process, and read those of the others."""
+        activity = self._activity
+        self._polls += 1
+        if activity.times != self._last_progress[0]:
+            self._last_progress = activity.times, self._polls
+        seconds = (self._polls - self._last_progress[1]) * INTERVAL
+        # Setting up has no limit, because reading and decoding data may take long.
+        if activity.set_up and not activity.waits and seconds > self._timeout:
+            name = self._names[self._process]
+            self._abort(f"{name} is stuck in tick {activity.tick}, {activity.what}, for {seconds:.0f} s")
+        keys = [f"status/{process}" for process in range(len(self._names)) if process != self._process]
+        status = json.dumps([self._polls, activity.tick, activity.what, activity.waiting_for])
+        with self._lock:
+            self._store.set(f"status/{self._process}", status)
+            present = [key for key in keys if self._store.check([key])]
+            texts = [self._store.get(key).decode() for key in present]
+        for key, text in zip(present, texts, strict=True):
+            process = int(key.rsplit("/")[-1])
+            if self._last_seen.get(process, ("", 0))[0] != text:
+                self._last_seen[process] = text, self._polls
+            elif self._silence(process) > self._timeout:
+                self._abort(self._describe_lost(process))
+
+    def _silence(self, process: int) -> float:
+        """Return the seconds since the last new status of a process; more have passed if polls took long."""
+        return (self._polls - self._last_seen[process][1]) * INTERVAL
+
+    def _failure_of_others(self) -> list[Any] | None:
+        with self._lock:
+            if not self._store.check(["failure"]):
+                return None
+            report = json.loads(self._store.get("failure").decode() or "null")
+        return None if report is None or report[0] == self._process else list(report)
+
+    def _describe_lost(self, process: int) -> str:
+        _, *last_status = json.loads(self._last_seen[process][0])
+        own = self._activity
+        return (
+            f"{self._names[process]} is gone or stuck: last heard from in {_describe(*last_status)}; "
+            f"{self._names[self._process]} is in {_describe(own.tick, own.what, own.waiting_for)}"
+        )
+
+    def _abort(self, message: str) -> None:
+        with self._lock:  # keeps the main thread from exiting before the message is printed
+            if self._reported:
+                return  # the main thread prints its own report and exits
+            if self.report_failure(message):
+                print(f"petra: error: {message}", file=sys.stderr, flush=True)
+            self._exit(1)
+
+
+def _describe(tick: int, what: str, waiting_for: int | None) -> str:
+    return f"tick {tick}, {what}" + (f", waiting for rank {waiting_for}" if waiting_for is not None else "")

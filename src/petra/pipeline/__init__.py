@@ -1,0 +1,38 @@
+"""Stages of a network, and the executor that runs a schedule on them.
+
+Start with `stage.py` (forward, backward and update of one stage) and `executor.py` (which stage acts when).
+`mailbox.py` holds the messages between stages, in the dtype and layout of `message_format.py`; `weight_stash.py` the
+old weights that some methods need. `partition.py` cuts a network into stages, `build.py` builds them, and
+`message_shapes.py` infers the shapes of their messages.
+"""
+
+from petra.pipeline.activity import Activity
+from petra.pipeline.build import StageBuilder
+from petra.pipeline.executor import Executor
+from petra.pipeline.hooks import Observer, TickRunner
+from petra.pipeline.mailbox import LocalMailbox, Mailbox
+from petra.pipeline.message_format import MessageFormat
+from petra.pipeline.message_shapes import ShapeInference
+from petra.pipeline.partition import DoesNotFit, assign, balance, partition
+from petra.pipeline.results import Diverged, MicrobatchResult, NonFiniteLoss
+from petra.pipeline.stage import Stage
+
+__all__ = [
+    "Activity",
+    "Diverged",
+    "DoesNotFit",
+    "Executor",
+    "LocalMailbox",
+    "Mailbox",
+    "MessageFormat",
+    "MicrobatchResult",
+    "NonFiniteLoss",
+    "Observer",
+    "ShapeInference",
+    "Stage",
+    "StageBuilder",
+    "TickRunner",
+    "assign",
+    "balance",
+    "partition",
+]

@@ -1,0 +1,227 @@
+"""The configuration of a run: merged from recipe and options, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from petra import methods
+from petra.data import Data, load_data
+from petra.methods import METHODS
+from petra.pipeline import partition
+from petra.pipeline.stage import Loss
+from petra.reversible import ReversibleLayer
+from petra.runs import recipes
+from petra.runs.model_arguments import options_for_both, outline
+from petra.runs.option_fields import check_values
+from petra.runs.run_options import RunOptions
+from petra.trainer import optimizers
+from petra.trainer.loss import cross_entropy
+from petra.trainer.lr_schedules import LR_SCHEDULES, CosineLRSchedule, StepLRSchedule
+from petra.trainer.schedules import choose_schedule
+from petra.trainer.validation import choose_corrections
+
+ADAPTIVE = ("adamw", "nadamw")
+MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "schedule", "replicas", "data")
+"""Options that may differ when a run is resumed. Data may have moved; its fingerprint is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunOptions):
+    """The options of a run; two runs with the same options on the same machine give the same weights."""
+
+    @classmethod
+    def from_options(cls, recipe: str | None, options: dict[str, Any]) -> RunConfig:
+        """Merge the given options with those of a recipe and the defaults.
+
+        Args:
+            recipe: The name of the recipe, or None.
+            options: Values by field name; they take precedence over the recipe.
+
+        Returns:
+            The configuration, not validated yet.
+
+        Raises:
+            ValueError: If model or data is missing, or an option has no effect with the others.
+        """
+        merged = dict(recipes.find(recipe).options) if recipe else {}
+        recipe_arguments = merged.get("model_options", {})
+        if "model" in options and "model" in merged:
+            recipe_arguments = options_for_both(merged["model"], options["model"], recipe_arguments)
+        model_options = {**recipe_arguments, **options.get("model_options", {})}
+        method = METHODS.get(options.get("method", ""))
+        if method is not None:  # the recipe's schedule and corrections are for the recipe's method
+            for name, meaningful in (("schedule", method.pipelined), ("corrections", method.stale)):
+                if not meaningful:
+                    merged.pop(name, None)
+        merged.update(options)
+        merged["model_options"] = model_options
+        for name in ("model", "data"):
+            if name not in merged:
+                why = f"because the recipe {recipe} does not set it" if recipe else "or a --recipe that sets it"
+                raise ValueError(f"--{name} is missing: give it, {why}")
+        if "lr_milestones" in options and merged.get("lr_schedule") == "cosine":
+            raise ValueError(
+                f"--lr-milestones is {list(options['lr_milestones'])}, but --lr-schedule is cosine: leave one of them "
+                "out"
+            )
+        if "beta2" in options and merged.get("optimizer") not in ADAPTIVE:
+            raise ValueError(
+                f"--beta2 is {options['beta2']}, but it is for adamw and nadamw: add --optimizer adamw, or leave it out"
+            )
+        if "stages" not in options and "stages" in merged and isinstance(merged["stages"], int):
+            merged["stages"] = min(merged["stages"], len(outline(merged["model"], model_options)))
+        return cls(**merged)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunConfig:
+        """Read what `to_json` returned."""
+        known = {f.name: f for f in fields(cls)}
+        if strange := sorted(values.keys() - known.keys()):
+            raise ValueError(f"the run was written by another version of Petra: unknown {', '.join(strange)}")
+        if missing := sorted(known.keys() - values.keys()):
+            raise KeyError(f"{', '.join(missing)} missing")
+        # JSON has no tuples: they are the fields whose default is one.
+        tuples = {name for name, f in known.items() if f.default is not MISSING and isinstance(f.default, tuple)}
+        converted: dict[str, Any] = {n: tuple(value) if n in tuples else value for n, value in values.items()}
+        return cls(**converted)
+
+    @classmethod
+    def read(cls, file: Path) -> RunConfig:
+        """Read the `config.json` of a run.
+
+        Args:
+            file: The path of `config.json`.
+
+        Returns:
+            The validated configuration.
+
+        Raises:
+            ValueError: If the file is damaged, or its options are not valid.
+        """
+        try:
+            config = cls.from_json(json.loads(file.read_text()))
+            config.validate()
+            return config
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{file} is damaged ({error}): restore a copy, or remove the folder to start again"
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as JSON values, in the order of the fields."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    def check_unchanged(self, before: str) -> None:
+        """Raise ValueError if the checkpoint to resume from, written with the options `before`, has other options."""
+        now = json.loads(json.dumps(self.to_json()))
+        for name, value in json.loads(before).items():
+            if name not in MAY_CHANGE and now[name] != value:
+                raise ValueError(
+                    f"the checkpoint was written with {name} {json.dumps(value)}, not {json.dumps(now[name])}: "
+                    "restore that in config.json to resume it, or start a new run with --init-from"
+                )
+
+    @property
+    def base_lr(self) -> float:
+        """The learning rate after warm-up: as given, or the paper's rule for sgd and 1e-3 for the others."""
+        if self.lr is not None:
+            return self.lr
+        return 1e-3 if self.optimizer in ADAPTIVE else optimizers.base_learning_rate(self.batch_size, self.accumulate)
+
+    @property
+    def decay(self) -> float:
+        """The weight decay: as given, or the default of the optimizer."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.05 if self.optimizer in ADAPTIVE else 5e-4
+
+    @property
+    def beta1(self) -> float:
+        """The momentum: as given, or the default of the optimizer."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.99 if self.optimizer == "nadamw" else 0.9
+
+    @property
+    def loss(self) -> Loss:
+        """The training loss."""
+        return partial(cross_entropy, label_smoothing=self.label_smoothing)
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of a stage with these parameters."""
+        if self.optimizer in ADAPTIVE:
+            make = optimizers.adamw if self.optimizer == "adamw" else optimizers.nadamw
+            return make(parameters, lr=self.base_lr, betas=(self.beta1, self.beta2), weight_decay=self.decay)
+        return optimizers.sgd(
+            parameters, lr=self.base_lr, momentum=self.beta1, nesterov=self.nesterov, weight_decay=self.decay
+        )
+
+    def curve(self, batches: int) -> StepLRSchedule | CosineLRSchedule:
+        """Return the learning-rate curve of a training with so many micro-batches per epoch."""
+        updates = batches / self.accumulate
+        if self.lr_schedule == "cosine":
+            return CosineLRSchedule(self.epochs, updates, self.warmup_epochs)
+        return StepLRSchedule(self.epochs, updates, self.warmup_epochs, tuple(self.lr_milestones))
+
+    def load_data(self, vocabulary: Sequence[str] = (), test_only: bool = False) -> Data:
+        """Read the data set into memory.
+
+        Args:
+            vocabulary: The vocabulary to encode text with; empty means that of the data itself.
+            test_only: Accept data without a training part.
+
+        Returns:
+            The data set.
+        """
+        size = {"seq_len": self.seq_len, "vocab_size": self.vocab_size}
+        return load_data(self.data, seed=self.seed, vocabulary=vocabulary, test_only=test_only, **size)
+
+    def evaluation_batch_size(self, data: Data) -> int:
+        """Return the number of samples in a batch for evaluation."""
+        # One window of text already has many targets.
+        return self.batch_size if "vocab_size" in data.arguments else max(self.batch_size, 256)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The autocast type as PyTorch takes it."""
+        return torch.bfloat16 if self.autocast == "bf16" else None
+
+    @property
+    def comm_torch_dtype(self) -> torch.dtype | None:
+        """The type of messages as PyTorch takes it."""
+        return torch.bfloat16 if self.comm_dtype == "bf16" else None
+
+    def validate(self) -> None:
+        """Raise ValueError for the first option that cannot work."""
+        check_values(type(self), vars(self))
+        if not self.nesterov and self.optimizer in ADAPTIVE:
+            raise ValueError(f"--no-nesterov is for sgd, not for {self.optimizer}: leave it out")
+        if self.replicas > self.batch_size:
+            raise ValueError(
+                f"--replicas is {self.replicas}, but they share micro-batches of {self.batch_size} samples: "
+                "give fewer replicas, or a larger --batch-size"
+            )
+        if self.schedule in LR_SCHEDULES:
+            raise ValueError(
+                f"--schedule is {self.schedule}, which is a learning-rate schedule: give --lr-schedule {self.schedule}"
+            )
+        method = methods.find(self.method)
+        layers = outline(self.model, self.model_options)
+        if self.coupling and not any(isinstance(layer, ReversibleLayer) for layer in layers):
+            raise ValueError(
+                f"--coupling {self.coupling} is for reversible layers, and {self.model} has none: leave it out"
+            )
+        if self.channels_last and not any(p.ndim == 4 for p in layers.parameters()):
+            raise ValueError(f"--channels-last is for convolutions, and {self.model} has none: leave it out")
+        cuts = partition(len(layers), self.stages)
+        choose_schedule(method, len(cuts), self.accumulate, self.schedule)
+        for correction in choose_corrections(self.corrections, method):
+            correction.check(self.make_optimizer([nn.Parameter(torch.zeros(1))]))

@@ -1,0 +1,97 @@
+"""Restores a run from its last checkpoint, also with other stages or replicas than it was written with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from petra.distributed import Transport, run_together
+from petra.pipeline import Diverged, MicrobatchResult
+from petra.runs.checkpoint import Checkpoints
+from petra.runs.run_progress import RunProgress
+from petra.runs.trainer_setup import TrainerSetup
+from petra.trainer.schedules import PIPELINED_SCHEDULES
+from petra.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The state of a run that a checkpoint holds next to that of the trainer."""
+
+    progress: RunProgress
+    metrics_bytes: int
+    """The length of the metrics file at the checkpoint."""
+    fill_start: int
+    """The micro-batch at which the pipeline began to fill."""
+
+
+def restore(checkpoints: Checkpoints, trainer: Trainer, setup: TrainerSetup, fingerprint: str) -> Restored:
+    """Load the last checkpoint into a trainer.
+
+    Args:
+        checkpoints: The checkpoints of the run.
+        trainer: The trainer of the run.
+        setup: Builds a trainer with the stages of the checkpoint, if these are others.
+        fingerprint: The fingerprint of the data.
+
+    Returns:
+        The rest of the state.
+
+    Raises:
+        ValueError: If the checkpoint is damaged, or of another configuration or other data.
+    """
+    trainer.transport.activity.now("reading a checkpoint")
+    position, saved = trainer.transport.position, checkpoints.run()
+    try:
+        if saved["data"] != fingerprint:
+            raise ValueError(
+                f"{setup.config.data} is not the data that the run started with, or has changed since: resume it with "
+                "the same data"
+            )
+        finished: list[MicrobatchResult] = []
+        progress = RunProgress(**saved["progress"])
+        if saved["layout"] == trainer.layout:
+            stages = {stage.index: checkpoints.stage(stage.index, position.replica) for stage in trainer.stages}
+            trainer.load_state_dict({**saved, "stages": stages})
+            fill_start = saved["executor"]["start"]
+        else:
+            finished = _restore_other_layout(checkpoints, trainer, setup, saved)
+            fill_start = trainer.executor.microbatches
+            progress = replace(progress, memory=[], activation_peak=0)  # they were measured on other stages
+        if not position.is_main:  # the sums are those of all replicas, so only one continues them
+            progress = replace(progress, loss=0.0, correct=0, samples=0)
+        else:
+            progress.count(finished)
+            progress.read()
+        setup.config.check_unchanged(saved["config"])
+        return Restored(progress, int(saved["metrics_bytes"]), fill_start)
+    except Diverged:
+        raise
+    except (KeyError, TypeError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+        raise ValueError(
+            f"{checkpoints.folder} does not fit the run ({reason}): give the model and data it was written with"
+        ) from error
+
+
+def _restore_other_layout(
+    checkpoints: Checkpoints, trainer: Trainer, setup: TrainerSetup, saved: dict[str, Any]
+) -> list[MicrobatchResult]:
+    """Finish the micro-batches in flight with the stages and replicas of the checkpoint, then load its weights."""
+    layout = saved["layout"]
+    for name in ("method", "accumulate", "seed", "comm_dtype", "corrections"):
+        if layout[name] != trainer.layout[name]:
+            raise ValueError(f"the checkpoint was written with {name} {layout[name]}: use the same to resume it")
+    schedule = layout["schedule"] if layout["schedule"] in PIPELINED_SCHEDULES else layout["in_flight"]
+
+    def drain(transport: Transport) -> tuple[dict[str, Any], list[MicrobatchResult]]:
+        old = setup.build(transport, layout["stages"], schedule if trainer.method.pipelined else None)
+        indices = range(len(layout["stages"]))
+        stages = {index: checkpoints.stage(index, transport.position.replica) for index in indices}
+        old.load_state_dict({**saved, "stages": stages})
+        finished = old.drain()
+        return old.state_dict(), finished
+
+    drained = run_together(drain, replicas=layout["replicas"])
+    trainer.load_drained(drained[0][0])
+    return [one for _, finished in drained for one in finished]

@@ -1,0 +1,94 @@
+"""Evaluates the network of a finished run on the test part of its data, or of other data of the same kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from petra.data import Batches, Data, ImageData
+from petra.runs.config import RunConfig
+from petra.runs.model_arguments import check_fits
+from petra.runs.run_folder import CONFIG
+from petra.runs.trained_network import NetworkSpec, class_names, load, read_vocabulary
+from petra.trainer.evaluation import evaluate_network
+from petra.trainer.loss import cross_entropy
+
+
+@dataclass(frozen=True)
+class Score:
+    """The test loss and accuracy of a network."""
+
+    model: str
+    data: str
+    test_accuracy: float
+    test_loss: float
+    samples: int
+    unit: str
+
+
+def evaluate_run(
+    folder: Path,
+    *,
+    data: str | None = None,
+    device: torch.device | str = "cpu",
+    batch_size: int | None = None,
+    autocast: str | None = None,
+) -> Score:
+    """Evaluate the network of a run; options that are not given are those of the run.
+
+    Args:
+        folder: The folder of the run.
+        data: Other data, as for `petra train`.
+        device: The device to compute on.
+        batch_size: The number of samples in a batch.
+        autocast: The precision of residual functions: `"bf16"` or `"float32"`.
+
+    Returns:
+        The loss and the accuracy.
+
+    Raises:
+        ValueError: If the run has not finished, its files are damaged, or the data is of another kind.
+    """
+    network, spec, config = load(folder, device), NetworkSpec.read(folder), RunConfig.read(folder / CONFIG)
+    if data is not None:
+        config = replace(config, data=data)
+    if autocast is not None:
+        config = replace(config, autocast=None if autocast == "float32" else autocast)
+    test_data = _load_test_data(config, spec, folder)
+    if config.channels_last:
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    size = config.evaluation_batch_size(test_data) if batch_size is None else batch_size
+    batches = Batches(test_data, "test", size, device=device, channels_last=config.channels_last)
+    result = evaluate_network(
+        network,
+        batches.epoch(0),
+        cross_entropy,
+        stages=config.stages,  # they matter if messages between them are rounded
+        autocast=config.autocast_dtype,
+        comm_dtype=config.comm_torch_dtype,
+        device=device,
+    )
+    return Score(config.model, config.data, result.accuracy or 0.0, result.loss, result.samples, test_data.unit)
+
+
+def _load_test_data(config: RunConfig, spec: NetworkSpec, folder: Path) -> Data:
+    """Load the data with the vocabulary and the normalisation of the run."""
+    data = config.load_data(test_only=True)
+    check_fits(spec.model, spec.arguments, data.arguments, data.name)
+    names = class_names(data)
+    if names and spec.class_names and names != spec.class_names:
+        strange = sorted(set(names) ^ set(spec.class_names)) or names
+        raise ValueError(
+            f"the classes of {data.name} are not those of the run (see {strange[0]!r}): give data with the same classes"
+        )
+    if isinstance(data, ImageData):
+        return replace(data, mean=tuple(spec.mean), std=tuple(spec.std))
+    vocabulary = read_vocabulary(folder)
+    if data.vocabulary != vocabulary:
+        data = config.load_data(vocabulary, test_only=True)
+    if data.vocabulary != vocabulary:
+        kinds = ("characters", "bytes") if vocabulary else ("bytes", "characters")
+        raise ValueError(f"the network reads {kinds[0]}, but {config.data} is {kinds[1]}: give data as in the run")
+    return data

@@ -1,0 +1,96 @@
+"""The files of a run in its folder, and checks before they are written or read."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from petra.distributed.job import job_name, restart_count
+from petra.runs import checkpoint
+
+FILES = (
+    *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
+    *("vocabulary.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
+)
+CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, NETWORK, FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE = FILES
+CHECKPOINTS = "checkpoint"
+
+
+class FolderLock:
+    """Locks a folder for this process until it is closed, or the process ends.
+
+    Args:
+        folder: The folder of a run; it is created if there is none.
+
+    Raises:
+        ValueError: If another process has locked it.
+    """
+
+    _descriptor: int | None = None
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ValueError(
+                f"another process is training in {folder}: wait until it ends, or give another --out"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    __del__ = close
+
+
+def check_not_file(folder: Path) -> None:
+    """Raise ValueError if the path of a folder is a file."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out is {folder}, which is a file: give a folder")
+
+
+def check_not_folder(option: str, file: Path) -> None:
+    """Raise ValueError if the path of a file is a folder."""
+    if file.is_dir():
+        raise ValueError(f"{option} is {file}, which is a folder: give a file")
+
+
+def check_no_run(folder: Path, remedy: str) -> None:
+    """Raise ValueError if the folder holds a run that a new one would overwrite."""
+    check_not_file(folder)
+    if any((folder / name).exists() for name in (*FILES, CHECKPOINTS)):
+        raise ValueError(f"{folder} holds a run already: give {remedy}, or another --out")
+
+
+def check_finished(folder: Path) -> None:
+    """Raise ValueError unless the folder holds a finished run."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give the folder of a run")
+    if not (folder / CONFIG).exists():
+        raise ValueError(f"{folder} holds no run: give the folder of one, as `petra train` writes it")
+    if not all((folder / name).exists() for name in (SUMMARY, WEIGHTS)):
+        raise ValueError(f"the run in {folder} has not finished: `petra train --resume --out {folder}` finishes it")
+
+
+def started_by_this_job(folder: Path) -> bool:
+    """Return whether torchrun has restarted this job, and the run in the folder is its own."""
+    try:
+        return restart_count() > 0 and json.loads((folder / JOB).read_text()) == job_name()
+    except (OSError, ValueError):
+        return False
+
+
+def remove_run(folder: Path) -> None:
+    """Remove the files of a run, and nothing else."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    checkpoint.remove_all(folder / CHECKPOINTS)

@@ -1,0 +1,199 @@
+"""The options of a run as dataclass fields: every option that decides its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from petra.corrections import CORRECTIONS, choose
+from petra.data import sentences, text
+from petra.methods import METHODS
+from petra.runs.option_fields import fractions, option, schedule_option, whole_numbers
+from petra.trainer.lr_schedules import LR_SCHEDULES
+from petra.trainer.optimizers import OPTIMIZERS
+
+MODEL, TRAINING, PROCESSES, CHECKPOINTS = "model and data", "training", "several processes", "checkpoints"
+
+
+def _correction_names(text: str) -> tuple[str, ...]:
+    """Parse `predict,shrink:0.9`: names, each with its parameter."""
+    return tuple(str(correction) for correction in choose(part for part in text.split(",") if part))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The fields of `RunConfig`."""
+
+    model: str = option(help="network; `petra models` lists them", group=MODEL, metavar="NAME")
+    init_from: str | None = option(
+        None,
+        help="start from the weights of an earlier run or of a .safetensors file, to fine-tune or to train further "
+        "(--resume continues the same run exactly)",
+        group=MODEL,
+        metavar="FOLDER",
+        parse=lambda text: str(Path(text)),
+        default_text="random weights",
+    )
+    data: str = option(
+        help="digits, synthetic[:CxHxW:CLASSES], text:FILE (by characters), bytes:FILE, or a folder: CIFAR-10/100 "
+        "batches, parquet shards, image folders, or labelled sentences in train.tsv and test.tsv or dev.tsv",
+        group=MODEL,
+        metavar="SPEC",
+    )
+    seq_len: int | None = option(
+        None,
+        help="tokens in a sample of text",
+        group=MODEL,
+        metavar="N",
+        minimum=1,
+        default_text=f"{text.DEFAULT_SEQ_LEN}; {sentences.DEFAULT_SEQ_LEN} for sentences",
+    )
+    vocab_size: int | None = option(
+        None,
+        help="largest vocabulary of sentences",
+        group=MODEL,
+        metavar="N",
+        minimum=1,
+        default_text=str(sentences.DEFAULT_VOCAB_SIZE),
+    )
+    model_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the network; on the command line --width, --depth, … and --set."""
+    method: str = option("petra", help="training method", group=TRAINING, metavar="NAME", choices=tuple(METHODS))
+    stages: int | list[int] = option(
+        4,
+        help="number of stages, or layers in each stage like 3,3,2,2",
+        group=TRAINING,
+        metavar="N",
+        parse=whole_numbers,
+    )
+    schedule: str | list[int] | None = option(
+        None,
+        help="schedule of pipelined methods: low-staleness, lock-step (PETRA's paper), locked-forward (Features "
+        "Replay's), or micro-batches in flight in each stage like 6,4,2,0",
+        group=TRAINING,
+        metavar="NAME",
+        parse=schedule_option,
+        default_text="that of the method; low-staleness for petra",
+    )
+    corrections: tuple[str, ...] = option(
+        (),
+        help=f"corrections for staleness: {', '.join(CORRECTIONS)}, each with or without a parameter, like "
+        "predict,shrink:0.9; `petra corrections` explains them",
+        group=TRAINING,
+        metavar="NAME,…",
+        parse=_correction_names,
+        default_text="none",
+    )
+    accumulate: int = option(1, help="micro-batches per update", group=TRAINING, metavar="K", minimum=1)
+    epochs: int = option(10, help="passes over the data", group=TRAINING, metavar="N", minimum=1)
+    batch_size: int = option(64, help="samples in a micro-batch", group=TRAINING, metavar="N", minimum=1)
+    drop_last: bool = option(
+        False,
+        help="drop the samples of an epoch that do not fill its last micro-batch",
+        group=TRAINING,
+        default_text="a smaller micro-batch",
+    )
+    optimizer: str = option("sgd", help="optimizer of every stage", group=TRAINING, metavar="NAME", choices=OPTIMIZERS)
+    lr: float | None = option(
+        None,
+        help="learning rate after warm-up",
+        group=TRAINING,
+        minimum=0,
+        default_text="0.1 · batch size · K / 256; adamw and nadamw 1e-3",
+    )
+    momentum: float | None = option(
+        None,
+        help="momentum of sgd, or the first beta of adamw and nadamw",
+        group=TRAINING,
+        minimum=0,
+        below=1,
+        default_text="0.9; nadamw 0.99",
+    )
+    nesterov: bool = option(True, help="Nesterov momentum in sgd", group=TRAINING, default_text="on")
+    beta2: float = option(0.999, help="second beta of adamw and nadamw", group=TRAINING, minimum=0, below=1)
+    weight_decay: float | None = option(
+        None,
+        help="weight decay of all parameters except norms, biases and other vectors",
+        group=TRAINING,
+        minimum=0,
+        default_text="5e-4; adamw and nadamw 0.05",
+    )
+    lr_schedule: str = option(
+        "steps",
+        help="learning rate after warm-up: drops at --lr-milestones, or a cosine to zero",
+        group=TRAINING,
+        metavar="NAME",
+        choices=LR_SCHEDULES,
+    )
+    warmup_epochs: float = option(5.0, help="epochs of linear warm-up", group=TRAINING, metavar="N", minimum=0)
+    lr_milestones: tuple[float, ...] = option(
+        (0.5, 0.75),
+        help="fractions of training after which the learning rate is divided by ten",
+        group=TRAINING,
+        metavar="FRACTION,…",
+        parse=fractions,
+        minimum=0,
+        maximum=1,
+    )
+    clip_norm: float | None = option(
+        None,
+        help="clip the gradient norm of each stage to this value",
+        group=TRAINING,
+        above=0,
+        default_text="no clipping",
+    )
+    label_smoothing: float = option(
+        0.0,
+        help="share of every target that is spread over all classes",
+        group=TRAINING,
+        minimum=0,
+        below=1,
+    )
+    autocast: str | None = option(
+        None, help="precision of residual functions", group=TRAINING, choices=("bf16",), default_text="float32"
+    )
+    coupling: str | None = option(
+        None,
+        help="coupling of reversible layers; fixed-point reconstructs inputs to the last bit",
+        group=TRAINING,
+        choices=("fixed-point",),
+        default_text="that of the network",
+    )
+    compile: bool = option(
+        False, help="compile layers and residual functions with torch.compile", group=TRAINING, default_text="off"
+    )
+    channels_last: bool = option(
+        False,
+        help="channels-last memory format, the fastest for bf16 convolutions on a GPU",
+        group=TRAINING,
+        default_text="off",
+    )
+    comm_dtype: str | None = option(
+        None,
+        help="precision of the tensors that are sent between stages",
+        group=TRAINING,
+        choices=("bf16",),
+        default_text="float32",
+    )
+    seed: int = option(
+        0, help="seed of weights, data order and dropout", group=TRAINING, metavar="N", minimum=0, below=2**63
+    )
+    checkpoint_every: int = option(
+        0,
+        help="also write a checkpoint every N micro-batches",
+        group=CHECKPOINTS,
+        metavar="N",
+        minimum=0,
+        default_text="only after epochs",
+    )
+    checkpoint_epochs: int = option(
+        1,
+        help="epochs between checkpoints; a checkpoint holds the micro-batches in flight, which can take a gigabyte",
+        group=CHECKPOINTS,
+        metavar="N",
+        minimum=1,
+    )
+    replicas: int = option(
+        1, help="copies of the pipeline that share each micro-batch", group=PROCESSES, metavar="R", minimum=1
+    )

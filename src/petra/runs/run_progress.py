@@ -1,0 +1,111 @@
+"""The progress of a run: its position, its metrics so far, and its training time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from petra.pipeline import MicrobatchResult
+from petra.trainer.loss import count_answers, count_correct
+
+
+@dataclass
+class RunProgress:
+    """The position and the metrics of a run; a checkpoint stores them next to the state of the trainer.
+
+    `loss` and `correct` are sums over `samples` of the epoch so far; each token of a text counts as one sample.
+    `captured_ticks` were launched as CUDA graphs.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    loss: float = 0.0
+    correct: int = 0
+    samples: int = 0
+    best_accuracy: float = -1.0
+    best_epoch: int = 0
+    test_loss: float = 0.0
+    test_accuracy: float = 0.0
+    seconds: float = 0.0
+    trained: int = 0
+    captured_ticks: int = 0
+    finished: bool = False
+    memory: list[dict[str, int]] = field(default_factory=list)
+    activation_peak: int = 0
+
+    def __post_init__(self) -> None:
+        # Loss, correct answers and samples on the device, which may be newer than the fields.
+        self._sums: list[Tensor] | None = None
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.trained / self.seconds if self.seconds else 0.0
+
+    def count(self, finished: list[MicrobatchResult]) -> None:
+        """Add micro-batches that have reached the loss to the sums of the epoch.
+
+        The sums stay on the device until `read` is called: reading them at every tick would make the host wait.
+
+        Args:
+            finished: The results of the micro-batches.
+        """
+        for f in finished:
+            if f.weight == 0:
+                continue
+            if self._sums is None:
+                device = f.loss.device
+                counts = [torch.full((), n, dtype=torch.int64, device=device) for n in (self.correct, self.samples)]
+                self._sums = [torch.full((), self.loss, dtype=torch.float64, device=device), *counts]
+            answers = count_answers(f.outputs, f.targets, len(f.targets))
+            self._sums[0].add_(f.loss.double() * answers)
+            if (correct := count_correct(f.outputs, f.targets)) is not None:
+                self._sums[1].add_(correct)
+            self._sums[2].add_(answers)
+
+    def read(self) -> None:
+        """Update `loss`, `correct` and `samples` from the device, which waits for it."""
+        if self._sums is not None:
+            self.loss, self.correct, self.samples = float(self._sums[0]), int(self._sums[1]), int(self._sums[2])
+
+    def start_epoch(self) -> None:
+        """Reset the sums for a new epoch."""
+        self.batch, self.loss, self.correct, self.samples, self._sums = 0, 0.0, 0, 0, None
+
+
+class ThroughputTimer:
+    """Adds the time of training and data to the progress, without that of evaluations and checkpoints.
+
+    It waits for the GPU when it starts and stops: when a tick returns, the GPU may not have finished it.
+
+    Args:
+        progress: The progress whose `seconds` it adds to.
+        device: The device to wait for.
+    """
+
+    def __init__(self, progress: RunProgress, device: torch.device) -> None:
+        self._progress, self._device = progress, device
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Start, or continue."""
+        self._wait()
+        self._started = time.perf_counter()
+
+    def lap(self) -> None:
+        """Add the time since the last call."""
+        now = time.perf_counter()
+        self._progress.seconds += now - self._started
+        self._started = now
+
+    def stop(self) -> None:
+        """Wait for the device, and add the time since the last call."""
+        self._wait()
+        self.lap()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,66 @@
+"""The summary of a finished run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from petra.measure import environment
+from petra.runs.config import RunConfig
+from petra.runs.run_progress import RunProgress
+from petra.trainer.trainer import Trainer, weights_hash
+
+
+def summarise(
+    config: RunConfig, trainer: Trainer, progress: RunProgress, weights: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return the contents of `summary.json`.
+
+    Args:
+        config: The configuration of the run.
+        trainer: Its trainer.
+        progress: Its final progress.
+        weights: The weights of the whole network.
+
+    Returns:
+        JSON values.
+    """
+    position = trainer.transport.position
+    return {
+        "method": config.method,
+        "model": config.model,
+        "data": config.data,
+        "stages": trainer.layout["stages"],
+        "ranks": position.ranks,
+        "replicas": position.replicas,
+        "schedule": trainer.schedule.name,
+        "staleness": trainer.layout["in_flight"],
+        "corrections": trainer.layout["corrections"],
+        "accumulate": config.accumulate,
+        "epochs": config.epochs,
+        "seed": config.seed,
+        "parameters": sum(p.numel() for p in trainer.network.parameters()),
+        "test_accuracy": progress.test_accuracy,
+        "test_loss": progress.test_loss,
+        "best_test_accuracy": progress.best_accuracy,
+        "best_epoch": progress.best_epoch,
+        "samples_per_second": progress.rate,
+        "captured_ticks": progress.captured_ticks,
+        "not_captured": trainer.ineligible_reason,
+        "activation_peak_bytes": progress.activation_peak,
+        "memory_bytes": progress.memory,
+        "weights_sha256": weights_hash(weights),
+        "environment": environment(trainer.device),
+    }
+
+
+def read_summary(file: Path) -> dict[str, Any]:
+    """Read `summary.json`; raise ValueError if it is damaged."""
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}): remove it and resume again") from error

@@ -1,0 +1,119 @@
+"""The network of a run, built in the same way for training and for use, and the files that describe it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from petra import models
+from petra.data import Data, ImageData, SentenceData
+from petra.reversible import FixedPointCoupling, Network
+from petra.runs.config import RunConfig
+from petra.runs.model_arguments import check_options, default_arguments, network_arguments
+from petra.runs.run_folder import CONFIG, NETWORK, VOCABULARY, WEIGHTS, check_finished
+from petra.runs.weight_files import check_hash, check_names, other_shapes, read_weights
+from petra.trainer.validation import check_device
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """The contents of `network.json`: how to build the network of a run and how to prepare its inputs."""
+
+    model: str
+    arguments: dict[str, Any]
+    """All arguments of the network, with defaults, so that later changes of defaults do not affect it."""
+    coupling: str | None = None
+    mean: list[float] = field(default_factory=list)
+    """The mean of each channel of images whose pixels are scaled to [0, 1]; inputs are normalised by it and `std`."""
+    std: list[float] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: RunConfig, data: Data) -> NetworkSpec:
+        """Return the specification of a run with this data."""
+        arguments = network_arguments(config.model, data.arguments, config.model_options, data.name)
+        return cls(
+            model=config.model,
+            arguments={**default_arguments(config.model), **arguments},
+            coupling=config.coupling,
+            mean=list(data.mean) if isinstance(data, ImageData) else [],
+            std=list(data.std) if isinstance(data, ImageData) else [],
+            class_names=class_names(data),
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> NetworkSpec:
+        """Read `network.json` from the folder of a run; raise ValueError if it is missing or damaged."""
+        file, remedy = folder / NETWORK, f"`petra train --resume --out {folder}` writes it again"
+        if not file.exists():
+            raise ValueError(f"{file} is missing: {remedy}")
+        try:
+            spec = cls(**json.loads(file.read_text()))
+            check_options(spec.model, spec.arguments)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ValueError(f"{file} is damaged ({error}): {remedy}") from error
+        return spec
+
+    def network(self) -> Network:
+        """Build the network with random weights."""
+        network = models.create(self.model, **self.arguments)
+        return network.use_coupling(FixedPointCoupling) if self.coupling == "fixed-point" else network
+
+
+def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
+    """Load the trained network of a finished run, in evaluation mode.
+
+    Inputs are as in training: images are floats of shape (batch, channels, height, width), normalised by `mean` and
+    `std` in the run's `network.json`; tokens are indices into its `vocabulary.json`.
+
+    >>> network = petra.load("runs/digits")              # doctest: +SKIP
+    >>> classes = network(images).argmax(-1)             # doctest: +SKIP
+
+    Args:
+        path: The folder that `petra train` has written.
+        device: The device to put the network on.
+
+    Returns:
+        The network with the final weights of the run.
+
+    Raises:
+        ValueError: If the folder holds no finished run, or its files are damaged.
+    """
+    folder = Path(path).expanduser()
+    check_finished(folder)
+    check_device(torch.device(device))
+    spec, weights = NetworkSpec.read(folder), read_weights(folder / WEIGHTS)
+    with torch.random.fork_rng(devices=[]):  # the random weights are replaced at once
+        network = spec.network()
+    check_names(network, weights, folder / WEIGHTS)
+    for name in other_shapes(network, weights):
+        found, wanted = list(weights[name].shape), list(network.state_dict()[name].shape)
+        raise ValueError(f"{name} has shape {found} in {folder / WEIGHTS}, not {wanted}: restore the files of one run")
+    network.load_state_dict(weights)
+    check_hash(network.state_dict(), folder)
+    return network.to(device).eval()
+
+
+def read_vocabulary(folder: Path) -> tuple[str, ...]:
+    """Return the text of each token of a run on text; empty if tokens are bytes."""
+    if RunConfig.read(folder / CONFIG).data.partition(":")[0] == "bytes":
+        return ()
+    file = folder / VOCABULARY
+    try:
+        found = tuple(json.loads(file.read_text()))
+        if not all(isinstance(entry, str) for entry in found):
+            raise TypeError("its entries are not strings")
+        return found
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing: restore it, because it defines the tokens") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}): restore a copy") from error
+
+
+def class_names(data: Data) -> list[str]:
+    """Return the names of the classes; empty if the data has none."""
+    return list(data.class_names) if isinstance(data, ImageData | SentenceData) else []

@@ -1,0 +1,94 @@
+"""Builds the trainer of a run from its configuration, and warns about options that seldom make sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from petra.distributed import Transport
+from petra.formatting import counted
+from petra.methods.petra import Petra
+from petra.reversible import ReversibleLayer
+from petra.runs.config import RunConfig
+from petra.runs.trained_network import NetworkSpec
+from petra.runs.weight_files import init_weights
+from petra.trainer.trainer import Trainer
+
+
+@dataclass
+class TrainerSetup:
+    """Builds trainers of one run, which differ in their stages only."""
+
+    config: RunConfig
+    spec: NetworkSpec
+    batches: int
+    """Micro-batches in an epoch."""
+    device: torch.device
+    vocabulary: Sequence[str]
+    resumed: bool
+    """The weights come from a checkpoint, and not from `init_from`."""
+    weights_message: str | None = None
+    """A message about the initial weights, once a trainer has been built."""
+
+    def build(
+        self,
+        transport: Transport,
+        stages: int | Sequence[int],
+        schedule: str | Sequence[int] | None,
+        placement: Sequence[int] | None = None,
+        cuda_graph: bool | None = False,
+    ) -> Trainer:
+        """Build a trainer.
+
+        Args:
+            transport: Connects it with other ranks.
+            stages: The number of stages, or the layers of each.
+            schedule: The schedule of a pipelined method.
+            placement: The rank of each stage.
+            cuda_graph: Whether to capture ticks; None decides by the device.
+
+        Returns:
+            The trainer.
+        """
+        config = self.config
+        torch.manual_seed(config.seed)
+        network = self.spec.network()
+        if config.init_from is not None and not self.resumed:
+            self.weights_message = init_weights(network, config.init_from, self.vocabulary)
+        if config.channels_last:
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if config.compile:
+            network.compile_functions()
+        return Trainer(
+            network,
+            loss=config.loss,
+            optimizer=config.make_optimizer,
+            method=config.method,
+            stages=stages,
+            scheduler=config.curve(self.batches).scheduler,
+            accumulate=config.accumulate,
+            schedule=schedule,
+            clip_norm=config.clip_norm,
+            autocast=config.autocast_dtype,
+            seed=config.seed,
+            device=self.device,
+            transport=transport,
+            placement=placement,
+            comm_dtype=config.comm_torch_dtype,
+            corrections=config.corrections,
+            cuda_graph=cuda_graph,
+        )
+
+
+def config_warnings(config: RunConfig, trainer: Trainer) -> Iterator[str]:
+    """Yield one line for each option that is allowed, but seldom intended."""
+    if 0 < config.epochs <= config.warmup_epochs:
+        warmup = f"{counted(config.warmup_epochs, 'epoch')} of warm-up for {config.epochs} of training"
+        yield f"{warmup}: the learning rate never reaches its full value (--warmup-epochs)"
+    if isinstance(trainer.method, Petra) and not any(isinstance(layer, ReversibleLayer) for layer in trainer.network):
+        yield (
+            f"no layer of {config.model} is reversible, so {config.method} stores their inputs and computes them "
+            "again: `petra models` lists reversible networks"
+        )

@@ -1,0 +1,69 @@
+"""Optimizers as in the papers: weight decay applies to matrices, not to norms and biases.
+
+On a GPU they are fused where PyTorch has a fused version: an update is a few kernels, and can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+OPTIMIZERS = ("sgd", "adamw", "nadamw")
+
+
+def sgd(
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
+) -> torch.optim.SGD:
+    """SGD with Nesterov momentum and no weight decay on norms and biases (Goyal et al., 2017)."""
+    groups, fused = _groups(parameters, weight_decay), _fused(parameters)
+    return torch.optim.SGD(groups, lr, momentum=momentum, nesterov=nesterov and momentum > 0, fused=fused)
+
+
+def adamw(
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """AdamW with no weight decay on norms and biases."""
+    return torch.optim.AdamW(_groups(parameters, weight_decay), lr, betas=betas, fused=_fused(parameters))
+
+
+def nadamw(
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.99, 0.999),
+    weight_decay: float = 0.0,
+) -> torch.optim.NAdam:
+    """NAdam with decoupled weight decay, not on norms and biases; momentum near 1 makes it tolerate delays.
+
+    Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization", 2025.
+    """
+    return torch.optim.NAdam(_groups(parameters, weight_decay), lr, betas=betas, decoupled_weight_decay=True)
+
+
+def base_learning_rate(batch_size: int, accumulate: int) -> float:
+    """Return the PETRA paper's learning rate for SGD: 0.1 for 256 samples per update, in proportion to their number."""
+    return 0.1 * batch_size * accumulate / 256
+
+
+def _fused(parameters: Sequence[nn.Parameter]) -> bool | None:
+    """Return whether the optimizer of these parameters is fused; None leaves it to PyTorch."""
+    return True if all(p.is_cuda and p.is_floating_point() for p in parameters) else None
+
+
+def _groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    decayed = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

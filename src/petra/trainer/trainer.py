@@ -1,0 +1,398 @@
+"""The trainer: a network, a method and a number of stages, fed one micro-batch at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra import methods
+from petra.corrections import Correction
+from petra.cudagraph import TickCapture
+from petra.distributed import RankMailbox, SingleProcess, Transport
+from petra.methods import Method, Settings
+from petra.pipeline import (
+    Executor,
+    LocalMailbox,
+    MessageFormat,
+    MicrobatchResult,
+    ShapeInference,
+    Stage,
+    StageBuilder,
+    partition,
+)
+from petra.pipeline.stage import Loss, OptimizerFactory
+from petra.reversible.streams import Streams, as_streams, channels_last, single
+from petra.schedule import SequentialSchedule
+from petra.trainer import state as states
+from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
+from petra.trainer.schedules import choose_schedule
+from petra.trainer.validation import (
+    SchedulerFactory,
+    check_batch,
+    check_device,
+    check_float32,
+    check_frozen,
+    check_kinds,
+    check_network,
+    check_no_sharing,
+    choose_corrections,
+    make_graph_capture,
+    make_optimizer,
+    make_scheduler,
+    make_stage_corrections,
+    place_stages,
+)
+
+
+class Trainer:
+    """Trains a network with one of the training methods, cut into stages.
+
+    The same calls train in one process and on many ranks: with a transport, every rank creates the trainer and calls
+    its methods with the same arguments, and holds the weights of its own stages only. Where the transport has replicas,
+    each replica trains on its own share of every micro-batch, and updates use the mean gradient of all replicas.
+
+    Args:
+        network: The layers, as `nn.Sequential` or `petra.Network`. It is trained in place; its modules keep the modes
+            (`train()` or `eval()`) that they are in.
+        loss: A function of outputs and targets that returns one number.
+        optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen.
+        method: The name of a training method (`petra methods` lists them), or a `petra.Method`.
+        stages: The number of stages, or the number of layers of each.
+        scheduler: Creates a learning-rate scheduler for an optimizer. It is stepped after every update of the stage.
+        accumulate: The number k of micro-batches whose mean gradient makes one update.
+        schedule: For pipelined methods: `"low-staleness"` (the default), `"lock-step"`, `"locked-forward"`, or the
+            number of micro-batches in flight of each stage.
+        clip_norm: The largest norm of the gradient of each stage; None does not clip.
+        autocast: The dtype of residual functions, and of the sums in blocks of ResNets; other streams stay in float32.
+        seed: Decides dropout masks, which depend on the layer and the micro-batch but not on the cut.
+        device: The device; by default, that of the network.
+        transport: Connects the ranks; by default, there is one process.
+        placement: The rank of each stage; by default, each rank holds about as many consecutive stages.
+        comm_dtype: The dtype of messages between stages; `torch.bfloat16` halves them. Where it is `autocast` too,
+            stages of one layer compute with streams as they arrive.
+        corrections: Corrections of staleness: names such as `"predict"` or `"shrink:0.9"`, or objects of
+            `petra.corrections`.
+        cuda_graph: Capture ticks of a full pipeline as CUDA graphs. None does so on a GPU in one process; True raises
+            an error where that is not possible. It needs a fused optimizer; `ineligible_reason` says what prevents it.
+
+    Raises:
+        ValueError: If an argument is invalid, or the arguments do not fit together.
+
+    Example:
+        ```python
+        trainer = petra.Trainer(network, loss=nn.functional.cross_entropy, stages=4,
+                                optimizer=lambda p: torch.optim.SGD(p, 0.1))
+        for x, y in loader:
+            trainer.step(x, y)
+        trainer.drain()
+        ```
+    """
+
+    def __init__(
+        self,
+        network: nn.Sequential,
+        *,
+        loss: Loss,
+        optimizer: OptimizerFactory,
+        method: str | Method = "petra",
+        stages: int | Sequence[int] = 1,
+        scheduler: SchedulerFactory | None = None,
+        accumulate: int = 1,
+        schedule: str | Sequence[int] | None = None,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        transport: Transport | None = None,
+        placement: Sequence[int] | None = None,
+        comm_dtype: torch.dtype | None = None,
+        corrections: Sequence[str | Correction] = (),
+        cuda_graph: bool | None = None,
+    ) -> None:
+        check_network(network)
+        if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
+            raise ValueError(f"clip_norm is {clip_norm!r}: give a positive norm, or None for no clipping")
+        self.device = torch.device(device) if device is not None else device_of(network)
+        check_kinds(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "comm_dtype": comm_dtype})
+        check_device(self.device)
+        self.method = methods.find(method) if isinstance(method, str) else method
+        if not isinstance(self.method, Method):
+            raise ValueError(f"method is {method!r}: give a name such as 'petra', or an object like DNI()")
+        cuts = partition(len(network), stages)
+        self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule)
+        self.corrections = choose_corrections(corrections, self.method)
+        self.network = network
+        self.loss = loss
+        self.transport = transport = transport if transport is not None else SingleProcess(self.device)
+        position = transport.position
+        graph_capture = make_graph_capture(self.device, position, cuda_graph)
+        self.layout = {
+            "method": self.method.name,
+            "stages": [len(cut) for cut in cuts],
+            "accumulate": accumulate,
+            "schedule": self.schedule.name,
+            "in_flight": [self.schedule.staleness(stage) for stage in range(len(cuts))],
+            "seed": seed,
+            "replicas": position.replicas,
+            "comm_dtype": str(comm_dtype or torch.float32),
+            "corrections": [str(correction) for correction in self.corrections],
+        }
+        """The settings that must be equal for `load_state_dict`."""
+        check_no_sharing(network, cuts)
+        if comm_dtype is not None:
+            check_float32(network)
+        in_channels_last = any(channels_last(p) for p in network.parameters())
+        self.placement = place_stages(len(cuts), position.ranks, placement)
+        """The rank of each stage."""
+        if position.ranks * position.replicas > 1:
+            names = {
+                "placement": self.placement,
+                "weights": weights_hash(network.state_dict()),
+                "torch": torch.__version__,
+                "channels_last": in_channels_last,
+            }
+            transport.check_agreement({**self.layout, **names})
+        crossings = [(a, b) for a, b in pairwise(self.placement) if a != b]
+        transport.connect([*crossings, *((b, a) for a, b in crossings)])
+        builder = StageBuilder(
+            list(network),
+            self.method,
+            Settings(self.device, seed, autocast, position.replica),
+            loss=loss,
+            optimizer=partial(make_optimizer, optimizer),
+            scheduler=partial(make_scheduler, scheduler),
+            corrections=partial(make_stage_corrections, self.corrections, self.schedule),
+            clip_norm=clip_norm,
+            average=transport.average if position.replicas > 1 else None,
+        )
+        built: list[Stage] = []
+        with transport.raise_on_all_ranks():
+            for index, cut in enumerate(cuts):
+                here = self.placement[index] == position.rank
+                for i in cut:
+                    network[i].to(self.device if here else "meta")  # another rank holds its weights
+                if here:
+                    built.append(builder.build(index, len(cuts), cut))
+        format = MessageFormat(comm_dtype, in_channels_last)
+        mailbox = None
+        if position.ranks > 1:
+            shape_inference = ShapeInference(list(network), cuts, self.method, format)
+            mailbox = RankMailbox(self.placement, transport, shape_inference, format)
+        self.executor = Executor(built, self.schedule, mailbox or LocalMailbox(len(cuts), format))
+        self.executor.activity = transport.activity
+        if graph_capture is not None:
+            self.executor.capture = TickCapture(self.executor, graph_capture)
+        self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
+        self._frozen = [p for stage in built for p in stage.parameters if not p.requires_grad]
+        names_of_layers = list(network._modules)  # named_children would leave a layer out that comes twice
+        self._stage_of = {names_of_layers[i]: index for index, cut in enumerate(cuts) for i in cut}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a Trainer cannot be copied or pickled, because gradients would be lost: create another one from a copy of "
+            "the network, and load the state_dict() of this one with load_state_dict"
+        )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of this process, with their weights, gradients and memory."""
+        return self.executor.stages
+
+    @property
+    def ineligible_reason(self) -> str | None:
+        """Why ticks are not captured as CUDA graphs; None where they are, or where there is no GPU."""
+        return None if self.executor.capture is None else self.executor.capture.ineligible_reason
+
+    def step(self, inputs: Tensor | Streams, targets: Any, weight: float = 1.0) -> list[MicrobatchResult]:
+        """Run one tick: read one micro-batch, and let every stage process its current micro-batch.
+
+        Args:
+            inputs: The inputs; with replicas, this replica's share of the micro-batch.
+            targets: The targets of the loss.
+            weight: The weight of the gradient in the mean over replicas: this replica's share of the samples times the
+                number of replicas; 1 for equal shares.
+
+        Returns:
+            The micro-batches that reached the loss in this tick, on the rank of the last stage.
+
+        Raises:
+            ValueError: If inputs or targets are invalid; nothing of the micro-batch has been used then.
+            NonFiniteLoss: If a loss is NaN or infinite.
+        """
+        check_frozen(self._frozen, self.stages, self._names)
+        streams = as_streams(inputs)
+        check_batch(streams, targets, self.executor.microbatches, self.transport.position.replicas)
+        # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one.
+        waits = not isinstance(self.schedule, SequentialSchedule)
+        return self.executor.tick(
+            to_device(streams, self.device, waits), to_device(targets, self.device, waits), weight
+        )
+
+    def drain(self) -> list[MicrobatchResult]:
+        """Finish everything in flight, so that every micro-batch has been used in an update of every stage.
+
+        Returns:
+            The micro-batches that reached the loss.
+        """
+        return self.executor.drain()
+
+    def predict(self, inputs: Tensor | Streams) -> Any:
+        """Compute outputs in evaluation mode with the current weights; nothing in flight changes.
+
+        Args:
+            inputs: The inputs of the network.
+
+        Returns:
+            The outputs on the rank of the last stage; None on other ranks.
+        """
+        outputs = self.executor.predict(to_device(as_streams(inputs), self.device))
+        return None if outputs is None else single(outputs)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[Tensor | Streams, Any]], loss: Loss | None = None) -> Evaluation:
+        """Compute loss and accuracy of batches; nothing in flight changes.
+
+        Args:
+            batches: Inputs and targets; with replicas, each replica gives its own share.
+            loss: A loss to use instead of the trainer's.
+
+        Returns:
+            The result over the batches of all replicas, on every rank.
+        """
+        measure = self.loss if loss is None else loss
+        return evaluate(self.predict, batches, measure, self.device, self.transport)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """Gather the `state_dict()` of the whole network, as copies on the CPU.
+
+        All ranks call this. Micro-batches in flight are not in the weights yet: call `drain` first.
+
+        Returns:
+            The weights on the main rank, which holds the last stage; None on other ranks.
+
+        Raises:
+            ValueError: If a module has extra state that is not a tensor.
+        """
+        with self.transport.raise_on_all_ranks():
+            own = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            extra = [name for part in own.values() for name, value in part.items() if not isinstance(value, Tensor)]
+            if extra:
+                raise ValueError(f"{extra[0]} is not a tensor: read it from the network, on the rank that holds it")
+        self.transport.activity.now("gathering the weights")
+        found: dict[str, Tensor] = {}
+        for stage, rank in enumerate(self.placement):
+            found |= self.transport.gather_to_main(rank, own.get(stage, {}))
+        return found if self.transport.position.is_main else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, optimizers and everything in flight, from which `load_state_dict` continues exactly.
+
+        Returns:
+            The state of the stages of this process. Its tensors are those of the trainer and change with it: use
+            `copy.deepcopy` to keep a state in memory.
+        """
+        executor = self.executor.state_dict()
+        stages = {}
+        for stage in self.stages:
+            weights = states.save_weights(stage, self._network_of(stage.index), self._names)
+            # Between two updates, replicas have running statistics of their own.
+            flight = {
+                **stage.in_flight_state_dict(),
+                **self.executor.stage_state_dict(stage.index),
+                "statistics": stage.statistics(),
+            }
+            stages[stage.index] = {"weights": weights, "flight": flight}
+        return {"layout": self.layout, "executor": executor, "stages": stages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where a state was taken, with the same layout; the number of ranks may differ.
+
+        Args:
+            state: What `state_dict` returned, with at least the stages of this process.
+
+        Raises:
+            ValueError: If the state does not fit; nothing has been changed then.
+        """
+        with self.transport.raise_on_all_ranks():  # before anything is changed
+            states.check_state(state)
+            for name, value in self.layout.items():
+                if state["layout"].get(name) != value:
+                    raise ValueError(
+                        f"the checkpoint was written with {name} {state['layout'].get(name)}, not {value}: "
+                        f"use the same {name}, or load_drained() with a state that was taken after drain()"
+                    )
+            states.check_stages(state, [stage.index for stage in self.stages])
+            networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            for stage in self.stages:
+                weights = state["stages"][stage.index]["weights"]
+                states.check_network(networks[stage.index], weights["network"])
+                states.check_weights(stage, [weights], self._names)
+        flights = {}
+        for stage in self.stages:
+            saved = state["stages"][stage.index]
+            states.load_network(self.network, networks[stage.index], saved["weights"]["network"])
+            states.load_weights(stage, saved["weights"], self._names)
+            flights[stage.index] = flight = states.moved(saved["flight"], self.device)
+            stage.load_in_flight_state_dict(flight)
+            for own, value in zip(stage.statistics(), flight["statistics"], strict=True):
+                own.copy_(value)
+        self.executor.load_state_dict(state["executor"], flights)
+
+    def load_drained(self, state: dict[str, Any]) -> None:
+        """Continue from the state of a trainer with other stages or replicas, taken after `drain`.
+
+        Args:
+            state: The state, with all stages of that trainer.
+
+        Raises:
+            ValueError: If micro-batches are in flight in the state, or it does not fit.
+        """
+        with self.transport.raise_on_all_ranks():
+            states.check_state(state)
+            if state["executor"]["fed"]:
+                raise ValueError("micro-batches are in flight in this state: call drain() before state_dict()")
+            states.check_stages(state, range(len(state["layout"]["stages"])))
+            saved = [one["weights"] for one in state["stages"].values()]
+            network = {name: value for one in saved for name, value in one["network"].items()}
+            networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            for stage in self.stages:
+                states.check_network(networks[stage.index], network)
+                states.check_weights(stage, saved, self._names)
+        for stage in self.stages:
+            states.load_network(self.network, networks[stage.index], network)
+            # Zero features come before the first micro-batch of all.
+            blank = 0 if state["executor"]["start"] else self.schedule.zero_gradient_updates(stage.index)
+            states.load_drained(stage, saved, self._names, blank)
+        nothing: dict[int, dict[str, Any]] = {
+            stage.index: {"forward": {}, "backward": {}, "targets": {}, "shapes": {}} for stage in self.stages
+        }
+        self.executor.load_state_dict(state["executor"], nothing)
+
+    def _network_of(self, stage: int) -> dict[str, Any]:
+        """Return a stage's part of the state. Entries of the network itself are in the first stage."""
+        found = self.network.state_dict()
+        return {name: value for name, value in found.items() if self._stage_of.get(name.split(".")[0], 0) == stage}
+
+
+def weights_hash(network: Mapping[str, Any]) -> str:
+    """Return a hash of all weights and running statistics.
+
+    Args:
+        network: The `state_dict()` of a network.
+
+    Returns:
+        The SHA-256 in hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name, value in network.items():
+        digest.update(name.encode())
+        if isinstance(value, Tensor):  # a module's extra state can be anything
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,224 @@
+"""Checks of everything that a trainer is given, and the objects that it creates from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra.corrections import Correction, PeakLearningRates, StageCorrections, choose
+from petra.cudagraph import CudaGraphCapture, GraphCapture
+from petra.distributed import RankPosition
+from petra.methods import Method
+from petra.pipeline import Stage, partition
+from petra.pipeline.stage import OptimizerFactory
+from petra.reversible import Network
+from petra.reversible.streams import Streams
+from petra.schedule import PipelineSchedule
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def check_network(network: nn.Module) -> None:
+    """Raise ValueError unless the network is a plain sequence of layers."""
+    if not isinstance(network, nn.Sequential):
+        raise ValueError(
+            f"network is a {type(network).__name__}: give a list of layers as nn.Sequential or petra.Network"
+        )
+    own = type(network).forward not in (nn.Sequential.forward, Network.forward)
+    if own or network._forward_hooks or network._forward_pre_hooks:
+        raise ValueError(
+            f"{type(network).__name__} has its own {'forward' if own else 'hooks'}, which a trainer would not call, "
+            "because it calls the layers one by one: make that a layer"
+        )
+
+
+def check_batch(inputs: Streams, targets: Any, microbatch: int, replicas: int = 1) -> None:
+    """Raise ValueError for an invalid micro-batch, before anything of it has been used."""
+    if replicas == 1 and any(x.shape[:1] == (0,) for x in inputs):  # a replica may have no samples of a small one
+        raise ValueError(f"micro-batch {microbatch} has no samples: leave it out; it was not used")
+    for x in inputs:
+        # On a GPU this check would make the host wait; the loss is checked anyway. Masks may be -inf.
+        if x.device.type == "cpu" and x.is_floating_point() and (x.isnan() | x.isposinf()).any():
+            raise ValueError(
+                f"the input of micro-batch {microbatch} contains NaN or infinity: clean the data; it was not used"
+            )
+    # The samples are the first dimension or, in sequence-first batches, the second; with several inputs it is unknown.
+    first = inputs[0].shape[:2]
+    if len(inputs) == 1 and first and isinstance(targets, Tensor) and targets.ndim and len(targets) not in first:
+        raise ValueError(
+            f"micro-batch {microbatch} has {first[0]} inputs but {len(targets)} targets: give one target for each input"
+        )
+
+
+def check_kinds(
+    loss: object, optimizer: object, scheduler: object, accumulate: object, dtypes: Mapping[str, object]
+) -> None:
+    """Raise ValueError for the first argument of the wrong kind."""
+    if not callable(loss):
+        raise ValueError(f"loss is {loss!r}: give a function of outputs and targets, like nn.functional.cross_entropy")
+    for name, factory, example in (
+        ("optimizer", optimizer, "lambda parameters: torch.optim.SGD(parameters, 0.1)"),
+        ("scheduler", scheduler, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"),
+    ):
+        if factory is not None and not callable(factory):
+            raise ValueError(
+                f"{name} is a {type(factory).__name__}, but every stage needs its own: "
+                f"give a function that creates one, such as {example}"
+            )
+    if not isinstance(accumulate, Integral):
+        raise ValueError(f"accumulate is {accumulate!r}: give a whole number of micro-batches per update")
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name} is {dtype!r}: give a dtype like torch.bfloat16, or None for float32")
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError for a GPU that does not exist."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {device}, but this machine has no such GPU: give cpu or another")
+
+
+def place_stages(stages: int, ranks: int, asked: Sequence[int] | None) -> list[int]:
+    """Return the rank of each stage."""
+    if ranks > stages:
+        raise ValueError(f"there are {ranks} ranks but only {stages} stages: give {ranks} stages or more")
+    if asked is None:
+        return [rank for rank, owned in enumerate(partition(stages, ranks)) for _ in owned]
+    if len(asked) != stages or set(asked) != set(range(ranks)) or asked[-1] != ranks - 1:
+        raise ValueError(
+            f"placement is {list(asked)}: give the rank of each of the {stages} stages, each of the {ranks} ranks "
+            f"at least once, and the last stage on rank {ranks - 1}"
+        )
+    return list(asked)
+
+
+def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """Create the optimizer of a stage; None if all its parameters are frozen."""
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return None
+    optimizer = factory(trained)
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"the optimizer function returns a {type(optimizer).__name__}: return the optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times per step, which is impossible in a pipeline: use SGD or AdamW"
+        )
+    if not {p for group in optimizer.param_groups for p in group["params"]} <= set(parameters):
+        raise ValueError(
+            "the optimizer of a stage has parameters of other stages: create it from the parameters that the function "
+            "is given, such as lambda parameters: torch.optim.SGD(parameters, 0.1)"
+        )
+    return optimizer
+
+
+def make_scheduler(
+    factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer | None
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """Create the learning-rate scheduler of a stage, if it has one."""
+    if factory is None or optimizer is None:
+        return None
+    scheduler = factory(optimizer)
+    if not hasattr(scheduler, "step"):
+        raise ValueError(f"the scheduler function returns a {type(scheduler).__name__}: return the scheduler")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau needs a metric, but schedulers are stepped after every update: use one that counts steps"
+        )
+    return scheduler
+
+
+def choose_corrections(asked: Sequence[str | Correction], method: Method) -> list[Correction]:
+    """Return the corrections, and raise ValueError if they have no effect with the method."""
+    if isinstance(asked, str) or not isinstance(asked, Iterable):
+        raise ValueError(f"corrections is {asked!r}: give a list of names")
+    chosen = choose(asked)
+    if chosen and not method.stale:
+        raise ValueError(
+            f"{method.name} has no staleness to correct: leave {chosen[0].name} out, or choose a pipelined method such "
+            "as petra"
+        )
+    for correction in chosen:
+        if correction.changes_backward_weights and method.stashes_weights:
+            raise ValueError(
+                f"the backward of {method.name} uses the weights of its forward, so there is nothing for "
+                f"{correction.name} to correct: leave it out, or choose petra or checkpointed"
+            )
+    return chosen
+
+
+def make_stage_corrections(
+    corrections: Sequence[Correction],
+    schedule: PipelineSchedule,
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    stage: int,
+) -> tuple[StageCorrections | None, PeakLearningRates | None]:
+    """Return the corrections of a stage, None where nothing is stale; and its highest learning rates."""
+    if not corrections or optimizer is None:
+        return None, None
+    for correction in corrections:
+        correction.check(optimizer)
+    peak_lrs, in_flight = PeakLearningRates(optimizer), schedule.staleness(stage)
+    if not in_flight:
+        return None, peak_lrs
+    blank = schedule.zero_gradient_updates(stage)
+    return StageCorrections(
+        corrections, parameters, optimizer, in_flight, schedule.accumulate, blank, peak_lrs
+    ), peak_lrs
+
+
+def make_graph_capture(
+    device: torch.device, position: RankPosition, cuda_graph: bool | None = None
+) -> GraphCapture | None:
+    """Return what captures ticks on a GPU; None where they are not captured."""
+    processes = position.ranks * position.replicas
+    if cuda_graph and processes > 1:
+        raise ValueError(
+            f"cuda_graph captures the ticks of one process, but there are {processes}: leave it out, or use one process"
+        )
+    if cuda_graph and device.type != "cuda":
+        raise ValueError(f"cuda_graph needs a GPU, but the device is {device}: leave it out, or use a GPU")
+    wanted = cuda_graph is not False and device.type == "cuda" and processes == 1
+    return CudaGraphCapture(device) if wanted else None
+
+
+def check_float32(network: nn.Module) -> None:
+    """Raise ValueError unless all parameters are float32."""
+    for name, tensor in network.named_parameters():
+        if tensor.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, but comm_dtype is for float32 networks only: leave comm_dtype out"
+            )
+
+
+def check_no_sharing(network: nn.Sequential, cuts: list[range]) -> None:
+    """Raise ValueError if two stages share a weight or a buffer."""
+    owner: dict[Tensor, int] = {}
+    for index, cut in enumerate(cuts):
+        for layer in cut:
+            for name, tensor in (*network[layer].named_parameters(), *network[layer].named_buffers()):
+                if owner.setdefault(tensor, index) != index:
+                    raise ValueError(
+                        f"{name} of layer {layer} is shared by stages {owner[tensor]} and {index}, but each stage owns "
+                        "its weights: put the layers that share it into one stage"
+                    )
+
+
+def check_frozen(frozen: Sequence[nn.Parameter], stages: Sequence[Stage], names: Mapping[Tensor, str]) -> None:
+    """Raise ValueError for a parameter that was ``frozen``, has been unfrozen since, and has no optimizer."""
+    unfrozen = [p for p in frozen if p.requires_grad]
+    if not unfrozen:
+        return
+    optimizers = [stage.optimizer for stage in stages if stage.optimizer is not None]
+    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for parameter in unfrozen:
+        if parameter not in held:
+            raise ValueError(
+                f"{names[parameter]} was frozen when the trainer was created, so no optimizer updates it: "
+                "freeze it again, or create a new Trainer"
+            )

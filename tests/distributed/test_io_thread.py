@@ -1,0 +1,113 @@
+"""I/O threads send and receive messages while a rank computes."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from petra.distributed.io_thread import IOThread
+
+pytestmark = pytest.mark.slow
+
+
+def alive(name):
+    return any(thread.name == name for thread in threading.enumerate())
+
+
+def test_tasks_run_in_order_and_concurrently_with_the_caller():
+    thread, seen, gate = IOThread("in order"), [], threading.Event()
+    first = thread.submit(lambda: gate.wait(10) and seen.append(threading.current_thread().name))
+    rest = [thread.submit(lambda i=i: seen.append(i) or i) for i in range(20)]
+    assert not first.done()
+    assert thread.busy
+    gate.set()
+    assert [future.result(10) for future in rest] == list(range(20))
+    assert seen == ["in order", *range(20)]
+    thread.close(10)
+    assert not thread.busy
+    assert not alive("in order")
+
+
+def test_an_error_is_raised_by_its_future_and_the_next_task_runs():
+    thread = IOThread("fails")
+    failed, fine = thread.submit(lambda: 1 // 0), thread.submit(lambda: 5)
+    with pytest.raises(ZeroDivisionError):
+        failed.result(10)
+    assert fine.result(10) == 5
+
+
+def test_a_finished_task_is_released_while_the_thread_waits_for_the_next():
+    thread, tensor = IOThread("releases"), torch.zeros(3)
+    watched = weakref.ref(tensor)
+    future = thread.submit(lambda tensor=tensor: len(tensor))
+    assert future.result(10) == 3
+    del tensor
+    until = time.monotonic() + 10
+    while watched() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert watched() is None
+
+
+def test_the_thread_ends_when_its_owner_is_collected():
+    thread = IOThread("ends")
+    thread.submit(lambda: None).result(10)
+    assert alive("ends")
+    del thread
+    gc.collect()
+    until = time.monotonic() + 10
+    while alive("ends") and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not alive("ends")
+
+
+TWO_RANKS = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from petra.distributed import ProcessTransport
+from petra.schedule import Action, Kind
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+transport = ProcessTransport(timeout=timedelta(seconds=60))
+transport.connect([(0, 1), (1, 0)])
+tensor = torch.ones(5)
+for number in range(2):
+    arrival = transport.receive(1 - rank, Action(0, Kind.FORWARD, number), (tensor,))
+    sent = tensor.clone()
+    transport.send(1 - rank, Action(0, Kind.FORWARD, number), (sent,))
+    assert arrival()[0].tolist() == tensor.tolist()
+    transport.gather(None)  # now it has arrived on both ranks
+    if number == 1:
+        sent.add_(1)
+try:
+    transport.flush()
+except RuntimeError as error:
+    print(error)
+transport.receive(1 - rank, Action(0, Kind.FORWARD, 2), (tensor,))  # nobody will send it
+transport.gather(None)
+"""
+
+
+def test_a_write_into_a_sent_tensor_is_detected_and_a_pending_receive_does_not_delay_exit(tmp_path):
+    commands = [[sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    ranks = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
+    try:
+        printed = [process.communicate(timeout=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    text = (
+        "rank {}: a tensor was modified while it was being sent to rank {}: "
+        "layers must not write into their inputs or outputs\n"
+    )
+    assert printed == [(text.format(0, 1), ""), (text.format(1, 0), "")]
+    assert [process.returncode for process in ranks] == [0, 0]

@@ -1,0 +1,394 @@
+"""Plans: what a profile measures, what a plan predicts, and that the predictions are correct."""
+
+import json
+import os
+import signal
+import time
+from copy import deepcopy
+from functools import partial
+from itertools import combinations, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import fork_server
+from helpers.trainers import make, same_weights, sgd
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from petra import METHODS, Network, ReversibleBlock, ReversibleResidual
+from petra.cli import plan_benchmark
+from petra.cli.main import main
+from petra.distributed import run_together
+from petra.measure import (
+    Link,
+    MemoryEstimator,
+    MemoryProbe,
+    Profile,
+    Seconds,
+    StageMemory,
+    Stopwatch,
+    make_plan,
+    profile,
+    tick_seconds,
+)
+from petra.measure.partition_search import PartitionSearch
+from petra.pipeline import partition
+from petra.schedule import DecoupledSchedule, GPipeSchedule, SequentialSchedule, lock_step, low_staleness
+
+pytestmark = pytest.mark.slow
+
+X, Y = torch.randn(3, 8), torch.randint(4, (3,))
+PARTS = {"inputs": (X,), "targets": Y, "loss": cross_entropy, "optimizer": sgd}
+
+
+class Streams(nn.Module):
+    """A layer that is not reversible and returns two streams."""
+
+    def __init__(self, inputs, width, *norm):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(inputs, width), *norm, nn.ReLU())
+
+    def forward(self, *streams):
+        y = self.body(torch.cat(streams, 1))
+        return y, 2 * y
+
+
+class Classify(nn.Module):
+    def __init__(self, inputs):
+        super().__init__()
+        self.body = nn.Linear(2 * inputs, 4)
+
+    def forward(self, x, y):
+        return self.body(torch.cat([x, y], 1))
+
+
+def small_network():
+    """Six layers like those of `mixed_network`, but faster on the meta device: no convolutions, and only one norm."""
+    residual = [nn.Sequential(nn.Linear(n, n), nn.Dropout(0.1)) for n in (6, 6, 6, 5)]
+    middle = [ReversibleResidual(residual[0]), ReversibleBlock(residual[1], residual[2]), Streams(12, 5)]
+    return Network(Streams(8, 6, nn.BatchNorm1d(6)), *middle, ReversibleResidual(residual[3]), Classify(5))
+
+
+def made_up(*seconds):
+    """A profile of layers with these seconds, half of them forward. Updates take no time."""
+    return Profile([Seconds(s / 2, s / 2) for s in seconds], {}, [[] for _ in seconds])
+
+
+def plan(profile, method="petra", layers=None, **options):
+    method = METHODS[method]
+    layers = list(small_network() if layers is None else layers)
+    return make_plan(layers, method, lambda n: method.schedule(n, 1), profile, **{**PARTS, **options})
+
+
+def test_the_busiest_rank_has_as_little_as_possible_to_do():
+    found = plan(made_up(4, 1, 1, 1, 2, 3), ranks=3, stages=3)
+    assert found.stages == [1, 3, 2]
+    assert found.placement == [0, 1, 2]
+    assert found.seconds == [4, 3, 5]
+    assert found.tick == pytest.approx(5)
+    assert found.basic == pytest.approx(12)
+    assert found.speedup == pytest.approx(12 / 5)
+
+
+def test_stages_are_scattered_if_that_is_faster():
+    found = plan(made_up(4, 1, 1, 1, 2, 3), ranks=3)
+    assert found.seconds == [4, 4, 4]
+    assert found.tick == pytest.approx(4)
+    assert not found.contiguous
+    assert found.layers[found.placement[0]] == [0]
+    even = plan(made_up(2, 2, 2, 2, 2, 2), ranks=3)
+    assert even.stages == [2, 2, 2]
+    assert even.contiguous
+
+
+def test_bytes_and_memory_of_scattered_stages_are_summed_by_rank():
+    network = small_network()
+    found = plan(made_up(4, 1, 1, 1, 2, 3), ranks=3, layers=network)
+    crossings = [i for i in range(len(found.stages) - 1) if found.placement[i] != found.placement[i + 1]]
+    assert sum(found.sent_up) == sum(found.up_bytes[i] for i in crossings)
+    assert sum(found.sent_down) == sum(found.down_bytes[i] for i in crossings)
+    for rank in range(3):
+        assert found.sent_up[rank] == sum(found.up_bytes[i] for i in crossings if found.placement[i] == rank)
+
+    def held(transport):
+        torch.manual_seed(0)
+        trainer = make(deepcopy(network), transport=transport, stages=found.stages, placement=found.placement)
+        for _ in range(2 * trainer.schedule.staleness(0) + 2):
+            trainer.step(X.clone(), Y)
+        trainer.state_dict()  # receives the messages that have arrived
+        with MemoryProbe(trainer.executor) as probe:
+            trainer.step(X.clone(), Y)
+        return sum(row.total for row in probe.stages)
+
+    for real, said in zip(run_together(held, 3), found.memory, strict=True):
+        # The messages of several groups of stages do not all wait at the same time.
+        assert real == pytest.approx(said, rel=0.1)
+
+
+def test_stages_are_placed_as_in_the_trainer():
+    found = plan(made_up(4, 1, 1, 1, 2, 3), ranks=2, stages=5)
+    assert found.placement == [0, 0, 0, 1, 1]
+    assert found.layers == [[0, 1, 2], [3, 4, 5]]
+    assert found.seconds == [6, 6]
+    assert make(small_network(), stages=found.stages).schedule.stages == 5
+    assert plan(made_up(4, 1, 1, 1, 2, 3), ranks=2, stages=[1, 2, 3]).seconds == [6, 6]
+
+
+def test_messages_are_counted_in_bytes():
+    found = plan(made_up(1, 1, 1, 1, 1, 1), ranks=3, stages=[1, 2, 3])
+    stream = 3 * 6 * 4
+    assert found.up_bytes == [2 * stream, 2 * stream]
+    assert found.down_bytes == [2 * stream, 4 * stream]  # the stem is not reversible and needs no streams back
+    assert found.sent_up == [2 * stream, 2 * stream, 0]
+    assert found.sent_down == [0, 2 * stream, 4 * stream]
+    slow = plan(made_up(1, 1, 1, 1, 1, 1), ranks=3, stages=[1, 2, 3], link=Link(0.5, bandwidth=stream))
+    assert slow.basic == pytest.approx(6 + (0.5 + 1) * (2 + 2 + 2 + 4))
+
+
+def test_a_memory_limit_changes_the_partition_or_is_rejected():
+    free = plan(made_up(5, 1, 1, 1, 1, 1), ranks=2)
+    assert free.stages == [1, 5]
+    tight = plan(made_up(5, 1, 1, 1, 1, 1), ranks=2, memory_limit=max(free.memory) - 1)
+    assert max(tight.memory) < max(free.memory)
+    assert max(tight.seconds) > max(free.seconds)
+    with pytest.raises(ValueError, match=r"rank 0 cannot hold layer 0 within 0\.00 MiB per rank \(the fastest"):
+        plan(made_up(1, 1, 1, 1, 1, 1), ranks=2, memory_limit=10)
+    with pytest.raises(ValueError, match=r"which exceeds the limit of 0\.00 MiB: give the number of stages instead"):
+        plan(made_up(1, 1, 1, 1, 1, 1), ranks=2, stages=[3, 3], memory_limit=10)
+    with pytest.raises(ValueError, match="2 stages cannot keep 3 ranks busy"):
+        plan(made_up(1, 1, 1, 1, 1, 1), ranks=3, stages=2)
+    with pytest.raises(ValueError, match="the network has only 6 layers"):
+        plan(made_up(1, 1, 1, 1, 1, 1), ranks=7)
+
+
+numbers = st.lists(st.integers(0, 9), min_size=7, max_size=7)
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 6), st.data(), numbers, numbers, numbers)
+def test_the_search_finds_the_fastest_partition_that_fits(layers, data, costs, weights, messages):
+    """Compared with all partitions. The memory of a rank grows with its layers, except for the messages at its ends."""
+    ranks = data.draw(st.integers(1, layers))
+
+    def seconds(cuts):
+        return sum(costs[i] for cut in cuts for i in cut)
+
+    def held(rank, cuts):
+        (cut,) = cuts
+        waiting = messages[cut.start] + messages[cut.stop]
+        return [StageMemory((rank + 1) * sum(weights[i] for i in cut), 0, 0, 0, 0, waiting)]
+
+    def most(cuts):
+        return max(held(rank, cut)[0].total for rank, cut in enumerate(cuts))
+
+    ends = combinations(range(1, layers), ranks - 1)
+    cuts = [[(range(a, b),) for a, b in pairwise((0, *inner, layers))] for inner in ends]
+    limit = data.draw(st.sampled_from(sorted(map(most, cuts))[:3])) - data.draw(st.integers(0, 1))
+    fitting = [cut for cut in cuts if most(cut) <= limit]
+    search = PartitionSearch(layers, [1] * ranks, seconds, held, limit)
+    if not fitting:
+        with pytest.raises(ValueError, match="cannot hold layer"):
+            search.best()
+        return
+    found = search.best()
+    assert found in fitting
+    assert max(map(seconds, found)) == min(max(map(seconds, cut)) for cut in fitting)
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks"), [(method, ranks) for i, method in enumerate(sorted(METHODS)) for ranks in (1 + i % 2, 4)]
+)
+def test_predicted_memory_is_that_of_a_real_run(method, ranks):
+    """For every rank, with any number of stages, to the byte."""
+    network, k = small_network(), 2
+
+    def held(transport):
+        trainer = make(deepcopy(network), method=method, transport=transport, stages=4, accumulate=k)
+        for _ in range(2 * (trainer.schedule.staleness(0) + k)):
+            trainer.step(X.clone(), Y)
+        ticks = []
+        for _ in range(k):
+            trainer.state_dict()  # receives the messages that have arrived
+            with MemoryProbe(trainer.executor) as probe:
+                trainer.step(X.clone(), Y)
+            ticks.append(probe.stages)
+        return trainer.schedule, [max(rows, key=lambda row: row.total) for rows in zip(*ticks, strict=True)]
+
+    estimator = MemoryEstimator(list(network), METHODS[method], (X,), Y, loss=cross_entropy, optimizer=sgd)
+    cuts, first = partition(6, 4), 0
+    for schedule, real in run_together(held, ranks):
+        own = range(first, first := first + len(real))
+        assert estimator.memory([cuts[s] for s in own], own.start, schedule) == real
+    assert first == 4
+
+
+def test_the_memory_of_a_later_rank_includes_its_graph():
+    estimator = MemoryEstimator(list(small_network()), METHODS["petra"], (X,), Y, loss=cross_entropy, optimizer=sgd)
+    (row,) = estimator.memory([range(3, 5)], 2, low_staleness(4))
+    assert row.graph > 0
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_profile_does_not_change_the_network(method):
+    network = small_network()
+    network[0].body[0].weight.grad = torch.ones_like(network[0].body[0].weight)
+    twin = deepcopy(network)
+    state = torch.get_rng_state()
+    found = profile(list(network), METHODS[method], (X,), Y, loss=cross_entropy, optimizer=sgd, repeats=2, warmup=1)
+    assert same_weights(network, twin)
+    assert torch.equal(network[0].body[0].weight.grad, torch.ones_like(network[0].body[0].weight))
+    assert all(p.grad is None for p in list(network.parameters())[1:])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(found.layers) == 6
+    assert all(s.forward > 0 and s.backward > 0 and s.update > 0 for s in found.layers)
+    assert [s.learn > 0 for s in found.layers] == [method == "dni"] * 5 + [False]
+
+
+def test_layers_that_the_last_stage_does_not_recompute_have_their_own_times():
+    layers = list(small_network())
+    records = {
+        method: profile(layers, METHODS[method], (X,), Y, loss=cross_entropy, optimizer=sgd, repeats=1, warmup=1)
+        for method in ("petra", "checkpointed", "backprop")
+    }
+    assert records["petra"].records == [[]] * 6  # the head is always in the last stage
+    assert records["checkpointed"].records == [list(range(start, 5)) for start in range(6)]
+    assert records["backprop"].records == [[]] * 6
+    plain = Network(nn.Flatten(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    found = profile(list(plain), METHODS["petra"], (X,), Y, loss=cross_entropy, optimizer=sgd, repeats=1, warmup=1)
+    assert found.records == [[0, 1, 2], [1, 2], [2], []]
+
+
+def test_the_time_of_a_stage_is_the_sum_of_its_layers():
+    found = Profile([Seconds(1, 2, 3), Seconds(10, 20, 30), Seconds(5, 5, 5)], {1: Seconds(7, 8, 9)}, [[1], [1], []])
+    assert found.stage(range(0, 2)) == Seconds(11, 22, 33)
+    assert found.stage(range(0, 3)) == Seconds(13, 15, 17)
+    assert Seconds(1, 2, 6).per_tick(3) == 5
+    assert Seconds(1, 2, 6, 4).per_tick(3) == 9
+    others = [Profile([s * x for s in found.layers], {1: found.recorded[1] * x}, found.records) for x in (3, 0.5)]
+    assert Profile.median([others[0], found, others[1]]) == found
+
+
+def test_a_stopwatch_records_all_actions_of_a_stage():
+    trainer = make(small_network(), method="dni", stages=2, accumulate=2)
+    watches = [Stopwatch(stage) for stage in trainer.stages]
+    for _ in range(4):
+        trainer.step(X, Y)
+    for watch, learned in zip(watches, (4, 0), strict=True):
+        assert [len(x) for x in (watch.forward, watch.backward, watch.update, watch.learn)] == [4, 4, 2, learned]
+        assert watch.total == pytest.approx(sum((*watch.forward, *watch.backward, *watch.update, *watch.learn)))
+        assert len(watch.rounds()) == 2
+
+
+def test_simulated_ticks():
+    even = [Seconds(1, 2, 0)] * 4
+    assert tick_seconds(low_staleness(4), range(4), even) == pytest.approx(3)
+    assert tick_seconds(SequentialSchedule(4), range(4), even) == pytest.approx(12)
+    assert tick_seconds(GPipeSchedule(4, 6), range(4), even) == pytest.approx(3 * (6 + 3) / 6)
+    # A stage that predicts gradients continues when its synthesizer has learned from the true one.
+    assert tick_seconds(DecoupledSchedule(2), range(2), [Seconds(1, 1, 0), Seconds(1, 5, 0)]) == pytest.approx(
+        1 + 1 + 5
+    )
+    learning = [Seconds(1, 1, 0, 3), Seconds(1, 5, 0)]
+    assert tick_seconds(DecoupledSchedule(2, 4), range(2), learning) == pytest.approx(
+        1 + 1 + 5 + 3
+    )  # at every micro-batch
+    uneven = [Seconds(1, 2, 0), Seconds(2, 4, 1), Seconds(1, 1, 0), Seconds(0, 1, 0)]
+    assert tick_seconds(low_staleness(4), range(4), uneven) == pytest.approx(7)
+    assert tick_seconds(low_staleness(4), [0, 0, 1, 1], uneven) == pytest.approx(10)
+    # Lock-step hides the time of messages, low-staleness does not.
+    slow = [0.5] * 3
+    assert tick_seconds(low_staleness(4), range(4), even, slow, slow) == pytest.approx((12 + 6 * 0.5) / 4)
+    assert tick_seconds(lock_step(4), range(4), even, slow, slow) == pytest.approx(3)
+
+
+TINY = ["--model", "revnet18", "--width", "2", "--depths", "1,1", "--image", "1x8x8", "--batch-size", "2"]
+
+
+def test_the_command_plans_and_measures(tmp_path, capfd):
+    file = tmp_path / "plan.json"
+    code = main(["plan", *TINY, "--ranks", "2", "--ticks", "4", "--json", str(file)])
+    printed, said = capfd.readouterr()
+    assert code == 0, said
+    assert "timing 4 layers on 2 ranks at once" in said
+    result = json.loads(file.read_text())
+    assert result["config"]["ranks"] == 2
+    stages = result["plan"]["stages"]
+    assert sum(stages) == 4
+    assert f"to train with: --method petra --ranks 2 --stages {','.join(map(str, stages))}" in printed
+    assert all(
+        0 <= real - said <= 8 for said, real in zip(result["plan"]["memory"], result["measured"]["memory"], strict=True)
+    )
+    assert result["measured"]["tick"] >= max(result["measured"]["own"]) > 0
+    assert result["measured"]["basic"] > 0
+
+
+def fork(monkeypatch):
+    """Start ranks from a process that has already imported everything."""
+    fork_server.context()
+    monkeypatch.setattr(
+        plan_benchmark, "spawn", partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    )
+
+
+class TestErrorsOfRanks:
+    def test_the_first_error_counts(self, tmp_path):
+        plan_benchmark._report(1, ValueError("too large"), tmp_path)
+        plan_benchmark._report(0, RuntimeError("closed by peer"), tmp_path)
+        assert json.loads((tmp_path / plan_benchmark.ERROR).read_text()) == {"ours": True, "text": "too large"}
+
+    def test_a_rank_that_ends_while_it_writes_reports_nothing(self, tmp_path, monkeypatch):
+        def half(path, text):
+            path.write_bytes(text[:9].encode())
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, "write_text", half)
+        with pytest.raises(KeyboardInterrupt):
+            plan_benchmark._report(1, ValueError("too large"), tmp_path)
+        assert not (tmp_path / plan_benchmark.ERROR).exists()
+
+    def test_a_killed_rank_is_reported_before_errors_of_others(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(plan_benchmark, "_work", killed)
+        fork(monkeypatch)
+        with pytest.raises(RuntimeError, match="rank 1 was ended by SIGKILL"):
+            plan_benchmark.spawn_ranks(SimpleNamespace(ranks=2), tmp_path)
+
+
+def killed(rank, config, folder):
+    if rank == 0:
+        plan_benchmark._report(0, RuntimeError("closed by peer"), Path(folder))
+        time.sleep(60)
+    while not Path(folder, plan_benchmark.ERROR).exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_error_of_a_rank_is_one_line(capfd, monkeypatch):
+    fork(monkeypatch)
+    assert main(["plan", *TINY, "--ranks", "1", "--memory-limit", "0.001", "--quiet"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("petra: error: rank 0 cannot hold layers 0 to 3 within 0.00 MiB per rank")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "5"], "only 4 layers"),
+        (["--ranks", "0"], "--ranks is 0"),
+        (["--ranks", "2", "--stages", "1,2"], "add up to the network's 4, not 3"),
+        (["--ranks", "3", "--stages", "2"], "--stages is 2 for 3 ranks"),
+        (["--ranks", "2", "--memory-limit", "-1"], "--memory-limit is -1.0"),
+        (["--ranks", "2", "--method", "petr"], "did you mean 'petra'"),
+        (["--ranks", "2", "--method", "backprop", "--schedule", "lock-step"], "backprop has one schedule only"),
+    ],
+)
+def test_bad_options_are_rejected_before_ranks_start(arguments, message, capsys):
+    try:
+        code = main(["plan", *TINY, *arguments])
+    except SystemExit as error:  # values that the parser rejects
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err

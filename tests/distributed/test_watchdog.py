@@ -1,0 +1,135 @@
+"""Which process the watchdog reports as lost, and that a job reports once. The store is a dictionary."""
+
+import json
+import threading
+
+import pytest
+
+from petra.distributed import watchdog
+from petra.distributed.watchdog import Watchdog
+from petra.pipeline import Activity
+
+
+class DictStore(dict):
+    """A store that all watchdogs of a test share."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def compare_set(self, key, expected, desired):
+        return self.setdefault(key, desired.encode())
+
+
+class Clock:
+    """A clock that only advances in `sleep`, which also calls ``work``."""
+
+    def __init__(self, work=lambda: None):
+        self.now, self.work = 0.0, work
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.work()
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # tests poll by hand
+    return DictStore()
+
+
+def two_watchdogs(store, timeout=5.0):
+    exits = []
+    dogs = [Watchdog(store, rank, ["rank 0", "rank 1"], Activity(), timeout, exits.append) for rank in range(2)]
+    return *dogs, exits
+
+
+def poll(*dogs, times=1):
+    for _ in range(times):
+        for dog in dogs:
+            dog._poll()
+
+
+def test_a_silent_process_is_reported_after_the_timeout(store, capsys):
+    dog, other, exits = two_watchdogs(store)
+    poll(dog, other, times=30)
+    poll(dog, times=11)
+    assert exits == []
+    poll(dog)
+    assert exits == [1]
+    assert capsys.readouterr().err.startswith("petra: error: rank 1 is gone or stuck: last heard from in tick 0")
+
+
+def test_a_process_that_is_stuck_reports_itself(store, capsys):
+    dog, other, exits = two_watchdogs(store)
+    poll(dog, other, times=30)  # setting up
+    dog._activity.now("forward", 3)
+    dog._activity.set_up = True
+    poll(dog, other, times=11)
+    assert exits == []
+    poll(dog, other)
+    assert exits == [1]
+    assert capsys.readouterr().err == "petra: error: rank 0 is stuck in tick 3, forward, for 6 s\n"
+
+
+def test_a_suspended_process_blames_nobody(store, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    dog, other, exits = two_watchdogs(store)
+    dog._activity.set_up = True
+    poll(dog, other, times=2)
+    clock.now += 100  # the process cannot know whether the others were suspended, too
+    poll(dog, times=2)
+    assert exits == []
+
+
+@pytest.mark.parametrize("late", [0, 2, 4])
+def test_a_dead_process_is_reported_however_late_its_last_status_is_read(store, late, monkeypatch):
+    dog, other, _ = two_watchdogs(store)
+    poll(other)  # before it dies
+    sleeps = []
+
+    def watch():
+        sleeps.append(watchdog.INTERVAL / 2)
+        if sum(sleeps) >= late and len(sleeps) % 2 == 0:
+            dog._poll()
+
+    monkeypatch.setattr(watchdog, "time", Clock(watch))
+    assert dog.diagnose(RuntimeError("closed")).startswith("rank 1 is gone or stuck: last heard from in tick 0")
+    assert watchdog.SILENCE_LIMIT <= sum(sleeps) <= late + watchdog.SILENCE_LIMIT + 2
+
+
+def test_if_all_processes_are_alive_the_diagnosis_is_the_error(store, monkeypatch):
+    dog, other, _ = two_watchdogs(store)
+    clock = Clock(lambda: poll(dog, other))
+    monkeypatch.setattr(watchdog, "time", clock)
+    assert dog.diagnose(RuntimeError("closed")) == "closed"
+    assert clock.now == watchdog.DIAGNOSIS_TIMEOUT
+
+
+def test_a_failure_is_not_reported_twice(store, monkeypatch):
+    dog, other, _ = two_watchdogs(store)
+    assert other.report_failure("first")
+    monkeypatch.setattr(watchdog, "time", Clock())
+    assert dog.diagnose(RuntimeError("closed")) is None
+    assert not dog.report_failure("second")
+    assert json.loads(store["failure"]) == [1, "first"]
+
+
+def test_a_process_reports_once_and_its_watchdog_lets_it_finish(store, capsys):
+    dog, _, exits = two_watchdogs(store)
+    poll(dog)
+    assert dog.report_failure("printed by the main thread")
+    poll(dog, times=20)  # the other process is silent all the time
+    assert exits == []
+    assert capsys.readouterr().err == ""
+    assert not dog.report_failure("again")
+    assert json.loads(store["failure"]) == [0, "printed by the main thread"]

@@ -1,0 +1,1 @@
+"""What tests share: plain references, small networks, worker processes."""

@@ -1,0 +1,127 @@
+"""Fault injection: a rank dies, hangs, or cannot write.
+
+`PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17. The kinds are `kill`, `hang` (computes forever), `stop` (SIGSTOP
+for the whole process), `corrupt` (changes its next message on the way) and `full-disk` (from that tick on, writing
+checkpoints fails). A job that torchrun has restarted has no fault.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+from torch import Tensor
+
+from petra.distributed import ProcessTransport
+from petra.distributed.job import restart_count
+from petra.pipeline import Stage
+from petra.runs import checkpoint
+from petra.runs.run import Run
+from petra.schedule import Action
+from petra.trainer.trainer import Trainer
+
+KINDS = ("kill", "hang", "stop", "corrupt", "full-disk")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of one rank in one of its ticks."""
+
+    kind: str
+    rank: int
+    tick: int
+
+    @classmethod
+    def from_environment(cls) -> Fault | None:
+        """The fault in `PETRA_FAULT`, if there is one."""
+        text = os.environ.get("PETRA_FAULT")
+        return cls.parse(text) if text and restart_count() == 0 else None
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Read `kind:rank:tick`."""
+        kind, _, position = text.partition(":")
+        rank, _, tick = position.partition(":")
+        if kind not in KINDS or not rank.isdigit() or not tick.isdigit():
+            raise ValueError(f"PETRA_FAULT is {text!r}: give {'|'.join(KINDS)}:RANK:TICK, like kill:1:17")
+        return cls(kind, int(rank), int(tick))
+
+
+def install() -> None:
+    """Let runs in this process fail as `PETRA_FAULT` says."""
+    if (fault := Fault.from_environment()) is not None:
+        Run.on_start.append(lambda run: fail_at(run.trainer, fault))
+
+
+def fail_at(trainer: Trainer, fault: Fault) -> None:
+    """Let `trainer` fail if it is that of the rank, after its first action in the tick."""
+    if trainer.transport.position.rank != fault.rank:
+        return
+    failed = False
+
+    def observe(tick: int, action: Action, stage: Stage) -> None:
+        nonlocal failed
+        if not failed and tick >= fault.tick:
+            failed = True
+            _fail(trainer, fault.kind)
+
+    trainer.executor.observers.append(observe)
+
+
+def _fail(trainer: Trainer, kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "hang":
+        while True:
+            time.sleep(1.0)
+    elif kind == "corrupt":
+        assert isinstance(trainer.transport, ProcessTransport)
+        _corrupt_next(trainer.transport)
+    elif kind == "full-disk":
+        checkpoint.write_atomically = _fill(checkpoint.write_atomically)  # type: ignore[assignment]
+
+
+def _corrupt_next(transport: ProcessTransport) -> None:
+    post = transport._post
+
+    def damaged(to: int, message: list[Tensor]) -> Callable[[], None]:
+        data = message[-1].clone()
+        data.view(-1).view(torch.uint8)[data.numel() // 3] += 1
+        transport._post = post  # type: ignore[method-assign]
+        return post(to, [*message[:-1], data])
+
+    transport._post = damaged  # type: ignore[method-assign]
+
+
+class FullDisk:
+    """A file on a disk that is almost full."""
+
+    def __init__(self, file: IO[bytes], room: int = 500) -> None:
+        self._file, self._room = file, room
+
+    def write(self, data: bytes) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _fill(
+    write_atomically: Callable[[Path, Callable[[IO[bytes]], object]], None],
+) -> Callable[[Path, Callable[[IO[bytes]], object]], None]:
+    def full(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+        write_atomically(path, lambda file: write(cast(IO[bytes], FullDisk(file))))
+
+    return full
