@@ -1,15 +1,15 @@
-"""Two ways to make post-norm blocks reversible: how streams grow, and with what error inputs come back in float32.
+"""Two ways to make post-norm blocks reversible: growth of the streams and reconstruction error in float32.
 
     python benchmarks/conversion/post_norm.py
 
-"minus input" takes N(x + f(x)) - x for the residual function; "pre-norm" is what petra.make_reversible does.
+"minus input" uses N(x + f(x)) - x as the residual function; "pre-norm" is the way of petra.make_reversible.
 """
 
 import torch
 from torch import nn
 
 import petra
-from petra.tables import render
+from petra.formatting import render
 
 
 class MinusInput(nn.Module):
@@ -32,12 +32,12 @@ def encoder(depth, width=64, spread=0.1):
         if "norm" in name:
             parameter.add_(spread * torch.randn_like(parameter))
         elif parameter.ndim > 1:
-            parameter.normal_(0, 0.02)  # as BERT begins
+            parameter.normal_(0, 0.02)  # BERT's initialization
     return network
 
 
 def there_and_back(layers, x):
-    """The spread of the streams at the top, and the largest difference after coming back."""
+    """Return the standard deviation of the output streams, and the largest error of the reconstructed inputs."""
     streams = (x, x)
     for layer in layers:
         streams = layer(*streams)

@@ -1,10 +1,9 @@
-"""What conversion costs in accuracy: a small transformer on the 8×8 digits, converted and fine-tuned.
+"""The cost of conversion in accuracy: a small transformer on the 8×8 digits, converted and fine-tuned.
 
     python benchmarks/conversion/run.py
 
-trains networks of 6 blocks, pre-norm and post-norm, converts them with petra.make_reversible, and fine-tunes
-the converted network and, for comparison, a copy of the original. Prints a table and writes result.json beside this
-file.
+Trains networks of 6 blocks, pre-norm and post-norm, converts them with petra.make_reversible, and fine-tunes the
+converted network and, for comparison, a copy of the original. Prints a table and writes result.json next to this file.
 """
 
 import argparse
@@ -19,8 +18,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu
 
 import petra
+from petra.formatting import render
 from petra.measure import environment
-from petra.tables import render
 
 
 class Classifier(nn.Module):
@@ -30,11 +29,11 @@ class Classifier(nn.Module):
         super().__init__()
         self.embed = nn.Linear(4, width)
         self.position = nn.Parameter(0.1 * torch.randn(16, width))
-        self.norm = nn.LayerNorm(width)  # where the kind of block wants it: after the blocks or before
+        self.norm = nn.LayerNorm(width)  # after pre-norm blocks, before post-norm blocks
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, gelu, batch_first=True, norm_first=norm_first)
         self.blocks = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.norm_first = norm_first
-        for parameter in self.blocks.parameters():  # the encoder has copied one layer
+        for parameter in self.blocks.parameters():  # the encoder copies one layer, with its weights
             if parameter.ndim > 1:
                 nn.init.xavier_uniform_(parameter)
         self.head = nn.Linear(width, 10)
@@ -72,7 +71,7 @@ def accuracy(network, x, y):
 
 
 def measure(depth, norm_first, seed, data, options):
-    """Accuracies before, right after, and after fine-tuning; the last is the original's after as much of it."""
+    """Return accuracies before and after conversion, after fine-tuning, and of the original after the same tuning."""
     x, y, test = *(part[:1400] for part in data), tuple(part[1400:] for part in data)
     torch.manual_seed(seed)
     network = Classifier(depth, norm_first)
@@ -103,7 +102,7 @@ def main() -> None:
             rows.append([name, *(f"{statistics.mean(column):.1f} %" for column in zip(*found, strict=True))])
             results.append({"network": name, "accuracies": found})
             print(rows[-1], flush=True)
-    print(render(["", "trained", "converted", "fine-tuned", "original, as much tuned"], rows))
+    print(render(["", "trained", "converted", "fine-tuned", "original, fine-tuned"], rows))
     path = Path(__file__).with_name("result.json")
     path.write_text(json.dumps({**vars(options), "results": results, "environment": environment()}, indent=2) + "\n")
 

@@ -1,8 +1,8 @@
-"""What the executor costs: a tick beside the bare forward and backward computations of its stages.
+"""Overhead of the executor: a tick compared with the bare forward and backward computations of its stages.
 
     python benchmarks/engine_overhead/run.py
 
-prints a table and writes result.json beside this file.
+Prints a table and writes result.json next to this file.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import petra
+from petra.formatting import render
 from petra.measure import environment
-from petra.tables import render
 
 
 def bare_tick(network, ups, downs):
-    """Forward and backward of every layer as one would write them by hand, and nothing else."""
+    """Run forward and backward of every layer, written by hand, and nothing else."""
     last = len(network) - 1
     for i, layer in enumerate(network):
         if i < last:
@@ -44,7 +44,7 @@ def bare_tick(network, ups, downs):
 
 
 def messages(network, x, y):
-    """What each layer would receive from both sides."""
+    """Return the messages that each layer would receive from both sides."""
     ups, downs = [(x,)], []
     with torch.no_grad():
         for layer in network:
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--model", default="revnet18")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--order", default="low-staleness")
+    parser.add_argument("--schedule", default="low-staleness")
     options = parser.parse_args()
     torch.manual_seed(0)
     network = petra.models.create(options.model, num_classes=10)
@@ -70,9 +70,9 @@ def main() -> None:
         loss=cross_entropy,
         optimizer=lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, nesterov=True),
         stages=len(network),
-        order=options.order,
+        schedule=options.schedule,
     )
-    while trainer.executor.microbatches <= trainer.order.staleness(0):  # until every stage is at work
+    while trainer.executor.microbatches <= trainer.schedule.staleness(0):  # until the pipeline is full
         trainer.step(x, y)
     ups, downs = messages(network, x, y)
     ticks, bare = [], []

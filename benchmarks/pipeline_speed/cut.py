@@ -1,4 +1,4 @@
-"""Cuts a network into stages by what its layers cost on this machine."""
+"""Partitions a network into stages by the measured cost of its layers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from petra import METHODS
-from petra.execution import Transport, balance
+from petra.distributed import Transport
 from petra.measure import Profile, make_plan, profile
+from petra.pipeline import balance
 
 Cut = tuple[list[int], list[int]]
 """Layers of each stage, and the rank of each stage."""
 
 
 def cut_by_cost(
-    network: nn.Sequential, x: Tensor, y: Tensor, repeats: int, transport: Transport, in_a_row: bool
+    network: nn.Sequential, x: Tensor, y: Tensor, repeats: int, transport: Transport, contiguous: bool
 ) -> tuple[Cut, list[float]]:
-    """The cut that `petra plan` would choose for the paper's order, and the seconds of each layer.
+    """Return the cut that `petra plan` would choose for the paper's schedule, and the seconds of each layer.
 
-    All ranks time the layers at once, as they will work at once. With ``in_a_row`` there is one stage a rank.
+    All ranks time the layers at the same time, because they also train at the same time. With `contiguous` there is
+    one stage per rank.
     """
-    method, ranks = METHODS["petra"], transport.place.ranks
+    method, ranks = METHODS["petra"], transport.position.ranks
     parts = {"loss": cross_entropy, "optimizer": sgd}
     transport.gather(None)
     own = profile(list(network), method, (x,), y, repeats=repeats, **parts)
@@ -29,10 +31,10 @@ def cut_by_cost(
     plan = make_plan(
         list(network),
         method,
-        lambda stages: method.order(stages, 1),
+        lambda stages: method.schedule(stages, 1),
         found,
         ranks=ranks,
-        stages=ranks if in_a_row else None,
+        stages=ranks if contiguous else None,
         inputs=(x,),
         targets=y,
         **parts,
@@ -44,11 +46,11 @@ def cut_by_cost(
 def cut_for_replay(
     network: nn.Sequential, x: Tensor, y: Tensor, repeats: int, transport: Transport
 ) -> tuple[Cut, list[float]]:
-    """The cut whose busiest rank has least to do in Features Replay, one stage a rank, and the seconds of each layer.
+    """Return the cut with the least work on the busiest rank in Features Replay, and the seconds of each layer.
 
-    Layers of the last stage are played and replayed in one, so they cost what they cost in backprop.
+    There is one stage per rank. The last stage needs no second forward, so its layers cost the same as in backprop.
     """
-    ranks = transport.place.ranks
+    ranks = transport.position.ranks
     profiles = []
     for name in ("features-replay", "backprop"):
         transport.gather(None)
@@ -56,9 +58,9 @@ def cut_for_replay(
             list(network), METHODS[name], (x,), y, repeats=repeats, loss=cross_entropy, optimizer=sgd
         ).to_json()
         profiles.append(Profile.median([Profile.from_json(said) for said in transport.gather(own)]))
-    replayed, played = ([layer.per_tick(1) for layer in found.layers] for found in profiles)
+    replayed, plain = ([layer.per_tick(1) for layer in found.layers] for found in profiles)
     parts = balance(
-        len(replayed), ranks, lambda part, run: sum((played if part == ranks - 1 else replayed)[i] for i in run)
+        len(replayed), ranks, lambda part, layers: sum((plain if part == ranks - 1 else replayed)[i] for i in layers)
     )
     sizes = transport.gather([len(part) for part in parts])[0]
     return (sizes, list(range(ranks))), replayed

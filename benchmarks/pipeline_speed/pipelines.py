@@ -15,20 +15,21 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import petra
-from petra.execution import Transport, partition
+from petra.distributed import Transport
+from petra.pipeline import partition
 from petra.reversible.streams import as_streams, single
 
 Data = Sequence[tuple[Tensor, Tensor]]
-"""The micro-batches of an update; they are used again and again."""
+"""The micro-batches of an update; every update uses the same ones."""
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The same for every pipeline; speed is measured, not learning."""
+    """Return the optimizer of all pipelines; only speed is measured."""
     return torch.optim.SGD(parameters, 1e-4, momentum=0.9)
 
 
 class Busy:
-    """Adds up the seconds in which the given methods of an object are at work."""
+    """Adds up the seconds spent in the given methods of an object."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -48,22 +49,22 @@ class Busy:
 
 
 class Pipeline(Protocol):
-    """One rank's share of a pipeline; every rank makes the same calls."""
+    """One rank's part of a pipeline; every rank makes the same calls."""
 
     busy: Busy
     fill: int
-    """Micro-batches until every stage is at work and one update's worth of them has reached the loss."""
+    """Micro-batches until every stage works and the micro-batches of one update have reached the loss."""
     lead: int
-    """Micro-batches after a stop until stages are as far apart again as they are when nothing stops them."""
+    """Micro-batches after a stop until the stages are as far apart again as in steady state."""
 
     def run(self, count: int) -> list[float]:
-        """Read ``count`` micro-batches; the losses that came out, on the last rank."""
+        """Read `count` micro-batches and return the losses that were computed, on the last rank."""
 
     def settle(self) -> None:
-        """Wait until everything handed over has left."""
+        """Wait until all messages have been sent."""
 
     def gradients(self) -> list[Tensor | None]:
-        """Of this rank's parameters, as the last update used them."""
+        """Return the gradients of this rank's parameters that the last update used."""
 
 
 class PetraPipeline:
@@ -76,7 +77,7 @@ class PetraPipeline:
         data: Data,
         transport: Transport,
         method: str,
-        order: str | None,
+        schedule: str | None,
     ) -> None:
         self._transport = transport
         self._data = data
@@ -89,14 +90,14 @@ class PetraPipeline:
             stages=cut[0],
             placement=cut[1],
             accumulate=len(data),
-            order=spare if order == "spare" else order,
+            schedule=spare if schedule == "spare" else schedule,
             transport=transport,
         )
         self.busy = Busy()
         for stage in self._trainer.stages:
-            self.busy.watch(stage, "forward", "finish", "backward", "update", "learn")
-        self.fill = self._trainer.order.staleness(0) + len(data)
-        self.lead = 1 if self._trainer.order.staleness(0) else 0
+            self.busy.watch(stage, "forward", "compute_loss", "backward", "update", "train_synthesizer")
+        self.fill = self._trainer.schedule.staleness(0) + len(data)
+        self.lead = 1 if self._trainer.schedule.staleness(0) else 0
 
     def run(self, count: int) -> list[float]:
         losses = []
@@ -113,7 +114,7 @@ class PetraPipeline:
 
 
 class Torch1F1B:
-    """torch.distributed.pipelining with Schedule1F1B and activation checkpointing, a stage a rank."""
+    """torch.distributed.pipelining with Schedule1F1B and activation checkpointing, one stage per rank."""
 
     def __init__(self, network: nn.Sequential, cut: Sequence[int], data: Data, timeout: timedelta) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -143,16 +144,16 @@ class Torch1F1B:
         return found
 
     def settle(self) -> None:
-        pass  # a step of the schedule waits for what it has sent
+        pass  # a step of the schedule waits for its messages
 
     def gradients(self) -> list[Tensor | None]:
         return [p.grad for p in self._module.parameters()]
 
 
 class CheckpointedStage(nn.Module):
-    """Layers that keep their inputs and run again in the backward pass.
+    """Layers that save their inputs and are recomputed in the backward pass.
 
-    Not on the last stage, where the backward follows at once and would only recompute what is still there.
+    The last stage is not checkpointed: its backward follows immediately, and would recompute what is still in memory.
     """
 
     def __init__(self, layers: Sequence[nn.Module], last: bool) -> None:
@@ -172,7 +173,7 @@ class CheckpointedStage(nn.Module):
 
 
 def check_losses(losses: Sequence[Sequence[float]], names: Sequence[str], size: int) -> None:
-    """The first ``size`` micro-batches, those before any update, have the same losses in every pipeline."""
+    """Check that the first `size` micro-batches, before any update, have the same losses in every pipeline."""
     for name, found in zip(names, losses, strict=True):
         pair = torch.tensor(found[:size]), torch.tensor(losses[0][:size])
         assert len(pair[0]) == size, f"{name} has {len(pair[0])} losses, not {size}"
@@ -180,7 +181,7 @@ def check_losses(losses: Sequence[Sequence[float]], names: Sequence[str], size: 
 
 
 def check_gradients(found: Sequence[Sequence[Tensor | None]]) -> None:
-    """All the same but for rounding."""
+    """Check that all gradients agree up to rounding."""
     joined = [torch.cat([g.flatten() for g in gradients if g is not None]) for gradients in found]
     for gradients in joined[1:]:
         error = float((gradients - joined[0]).norm() / joined[0].norm())

@@ -1,4 +1,4 @@
-"""What every rank does, and the parent that starts the ranks and does not let them hang."""
+"""The work of a rank, and the parent process that starts the ranks and enforces the time limit."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import petra
-from petra.execution import ProcessTransport
+from petra.distributed import ProcessTransport
 from petra.measure import environment
 
 FLUSHING = ("torch 1f1b", "1f1b")
-"""Pipelines that stop for an update; their gradients are exact, and so the same."""
+"""Pipelines that flush for an update; their gradients are exact and therefore equal."""
 
 SEQUENTIAL = ("reversible", "backprop")
-"""Those without overlap."""
+"""Pipelines without overlap."""
 
 COUNTED = ("user", "system", "page_faults", "switches")
-"""What the system counts of a process, all threads together; switches are those it was forced to."""
+"""Operating system counters of a process, all threads together; switches are the involuntary ones."""
 
 
 def used() -> tuple[float, ...]:
-    """Seconds and numbers of `COUNTED` so far."""
+    """Return the current values of `COUNTED`."""
     found = resource.getrusage(resource.RUSAGE_SELF)
     return found.ru_utime, found.ru_stime, found.ru_minflt, found.ru_nivcsw
 
 
 def create(options: Namespace) -> nn.Sequential:
-    """The network of a case, with the same weights each time."""
+    """Return the network of a case, with the same weights each time."""
     torch.manual_seed(0)
     if options.model == "blocks":
         return petra.models.create("revnet18", depths=(options.blocks * options.ranks,), width=options.width)
@@ -50,7 +50,7 @@ def create(options: Namespace) -> nn.Sequential:
 
 
 def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds per micro-batch of each pipeline as this rank sees them, and of its own work, round by round."""
+    """Return the seconds per micro-batch of each pipeline on this rank, and of its own work, round by round."""
     timeout = timedelta(seconds=options.timeout)
     torch.manual_seed(1)
     shape = (options.batch_size, 3, 32, 32)
@@ -60,8 +60,8 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
     cut: Cut = ([1] * options.ranks, list(range(options.ranks)))
     if options.cut == "cost":
         say("costs of layers")
-        in_a_row = any(method == "torch 1f1b" for method, _ in options.methods)
-        cut, costs = cut_by_cost(create(options), *data[0], options.profile_ticks, transport, in_a_row)
+        contiguous = any(method == "torch 1f1b" for method, _ in options.methods)
+        cut, costs = cut_by_cost(create(options), *data[0], options.profile_ticks, transport, contiguous)
     elif options.cut == "replay":
         say("costs of layers")
         cut, costs = cut_for_replay(create(options), *data[0], options.profile_ticks, transport)
@@ -70,15 +70,15 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
         layers[0] += 1  # the stem
         layers[-1] += 1  # the head
         cut = layers, cut[1]
-    names = [f"{method} {order or ''}".strip() for method, order in options.methods]
+    names = [f"{method} {schedule or ''}".strip() for method, schedule in options.methods]
     pipelines: list[Pipeline] = []
     losses = []
-    for name, (method, order) in zip(names, options.methods, strict=True):
+    for name, (method, schedule) in zip(names, options.methods, strict=True):
         say(f"filling {name}")
         pipeline: Pipeline = (
             Torch1F1B(create(options), cut[0], data, timeout)
             if method == "torch 1f1b"
-            else PetraPipeline(create(options), cut, data, transport, method, order)
+            else PetraPipeline(create(options), cut, data, transport, method, schedule)
         )
         pipelines.append(pipeline)
         losses.append(pipeline.run(pipeline.fill))
@@ -92,10 +92,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
         for name, pipeline, window in zip(names, pipelines, windows, strict=True):
             say(f"round {turn} of {name}")
             ticks = options.ticks
-            if name in (
-                "reversible",
-                "backprop",
-            ):  # without overlap a micro-batch takes as many times longer as there are ranks
+            if name in SEQUENTIAL:  # a micro-batch takes longer by a factor of the number of ranks
                 ticks = options.accumulate * max(2, ticks // options.accumulate // options.ranks)
             dist.barrier()
             pipeline.run(pipeline.lead)
@@ -118,16 +115,16 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
 
 
 def work(rank: int, options: Namespace, folder: str) -> None:
-    """One rank; leaves its result, or where it was and what went wrong, in ``folder``."""
+    """Run one rank, which writes its result, or its activity and its error, into `folder`."""
     torch.set_num_threads(options.threads)
     if options.no_onednn:
         torch.backends.mkldnn.set_flags(False)
 
     def say(what: str) -> None:
-        Path(folder, f"{rank}.at").write_text(what)
+        Path(folder, f"{rank}.activity").write_text(what)
 
     try:
-        say("meeting the others")
+        say("initializing the process group")
         limit = timedelta(seconds=options.timeout)
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=options.ranks, timeout=limit)
         result = measure(options, rank, say)
@@ -140,8 +137,8 @@ def work(rank: int, options: Namespace, folder: str) -> None:
 
 
 def launch(options: Namespace) -> list[dict[str, Any]]:
-    """The results of all ranks, or an end with the rank that failed first; never longer than ``options.limit``."""
-    multiprocessing.set_forkserver_preload(["torch", "petra"])  # imported once, not once a rank
+    """Return the results of all ranks, or exit with the rank that failed first; takes at most `options.limit`."""
+    multiprocessing.set_forkserver_preload(["torch", "petra"])  # imported once, not once per rank
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(
             work, (options, folder), options.ranks, join=False, start_method="forkserver"
@@ -150,12 +147,12 @@ def launch(options: Namespace) -> list[dict[str, Any]]:
         try:
             while not context.join(timeout=1, grace_period=2):
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"not done after {options.limit:.0f} s\n{_where(folder, options.ranks)}")
+                    raise SystemExit(f"not done after {options.limit:.0f} s\n{_activities(folder, options.ranks)}")
         except ProcessRaisedException:
-            raise SystemExit(f"{_first_error(folder)}\n{_where(folder, options.ranks)}") from None
+            raise SystemExit(f"{_first_error(folder)}\n{_activities(folder, options.ranks)}") from None
         except ProcessExitedException as error:
-            what = f"rank {error.error_index} is gone: {error}"
-            raise SystemExit(f"{what}\n{_where(folder, options.ranks)}") from None
+            what = f"rank {error.error_index} exited: {error}"
+            raise SystemExit(f"{what}\n{_activities(folder, options.ranks)}") from None
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -164,9 +161,9 @@ def launch(options: Namespace) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.ranks)]
 
 
-def _where(folder: str, ranks: int) -> str:
-    said = [Path(folder, f"{rank}.at") for rank in range(ranks)]
-    return "\n".join(f"rank {i}: {at.read_text() if at.exists() else 'not started'}" for i, at in enumerate(said))
+def _activities(folder: str, ranks: int) -> str:
+    files = [Path(folder, f"{rank}.activity") for rank in range(ranks)]
+    return "\n".join(f"rank {i}: {f.read_text() if f.exists() else 'not started'}" for i, f in enumerate(files))
 
 
 def _first_error(folder: str) -> str:

@@ -1,21 +1,21 @@
-"""How fast pipelines on real processes are: against the same stages without overlap, and against 1F1B.
+"""Speed of pipelines on real processes, compared with the same stages without overlap and with 1F1B.
 
     python benchmarks/pipeline_speed/run.py --case balanced --ranks 2
     python benchmarks/pipeline_speed/run.py --smoke
 
-Trains on gloo and loopback, a process, a stage and a thread a rank. The pipelines of a case are alive side by side
-and take turns, a window each, round after round, so that a machine that slows down slows all of them. Prints a
-table and writes a file into results/ beside this file.
+Trains with gloo over loopback; each rank has one process, one stage and one thread. All pipelines of a case exist at
+the same time and take turns, one window each per round, so that a machine that slows down slows all of them. Prints a
+table and writes a file into the folder results next to this file.
 
 Cases:
-- balanced: a RevNet of equal blocks; against basic model parallelism, one micro-batch at a time ("reversible")
-- paper18, paper34: RevNet-18 and RevNet-34, a layer a stage, on ten and eighteen ranks; against the same
-- partition: RevNet-18 on fewer ranks, cut by measured cost; against the same. "spare" has one and a half times
-  as many micro-batches in flight as lock-step, so that a rank that is late for once delays nobody
-- 1f1b, 1f1b-partition: equal blocks, and RevNet-18 cut by cost; against 1F1B with activation checkpointing of
-  torch.distributed.pipelining, with 8 micro-batches an update
+- balanced: a RevNet of equal blocks, compared with basic model parallelism, one micro-batch at a time ("reversible")
+- paper18, paper34: RevNet-18 and RevNet-34, one layer per stage, on ten and eighteen ranks; same comparison
+- partition: RevNet-18 on fewer ranks, cut by measured cost; same comparison. "spare" has one and a half times as many
+  micro-batches in flight as lock-step, so that a rank that is late once delays no other
+- 1f1b, 1f1b-partition: equal blocks, and RevNet-18 cut by cost; compared with 1F1B of torch.distributed.pipelining
+  with activation checkpointing, 8 micro-batches per update
 
-The limit is the busiest rank's own time for forward, backward and update, without any waiting.
+The limit is the busiest rank's own time for forward, backward and update, without waiting.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ranks import launch
 
-from petra.tables import render
+from petra.formatting import render
 
 BASIC = (("reversible", None), ("petra", "lock-step"), ("petra", "low-staleness"))
 WITH_SPARE = (*BASIC, ("petra", "spare"))
@@ -35,7 +35,7 @@ AGAINST_1F1B = (("torch 1f1b", None), ("1f1b", None), ("petra", "lock-step"), ("
 
 @dataclass(frozen=True)
 class Case:
-    """A network, how it is cut, and which pipelines are compared; the first of them is the measure."""
+    """A network, its cut and the compared pipelines, of which the first is the baseline."""
 
     model: str
     cut: str
@@ -45,7 +45,7 @@ class Case:
     width: int = 64
     batch_size: int = 32
     blocks: int = 0
-    """Of each rank, where the network is made of equal ones."""
+    """Blocks of each rank, if the network consists of equal blocks."""
 
 
 CASES = {
@@ -60,7 +60,7 @@ SMOKE = {"width": 8, "batch_size": 4, "blocks": 1, "ticks": 2, "rounds": 2, "pro
 
 
 def settings(options: argparse.Namespace, name: str) -> argparse.Namespace:
-    """The options of one case, with what was left out filled in."""
+    """Return the options of one case, with defaults filled in."""
     case = CASES[name]
     chosen = argparse.Namespace(**{**vars(options), "case": name})
     chosen.model, chosen.cut, chosen.methods = case.model, case.cut, case.methods
@@ -74,9 +74,12 @@ def settings(options: argparse.Namespace, name: str) -> argparse.Namespace:
         if case.cut != "layers" and not options.ranks:
             chosen.ranks = 2 if small else 3
     if case.cut == "layers" and chosen.ranks != case.ranks:
-        raise SystemExit(f"{name} has {case.ranks} stages, one a rank: leave --ranks {chosen.ranks} out")
+        raise SystemExit(f"--ranks is {chosen.ranks}, but {name} has {case.ranks} stages, one per rank: leave it out")
     if case.methods == AGAINST_1F1B and chosen.ranks > chosen.accumulate:
-        raise SystemExit(f"1F1B wants a micro-batch for each of {chosen.ranks} ranks: raise --accumulate")
+        raise SystemExit(
+            f"--accumulate is {chosen.accumulate}, but 1F1B needs a micro-batch for each of {chosen.ranks} ranks: "
+            "raise it"
+        )
     chosen.ticks = -(-chosen.ticks // chosen.accumulate) * chosen.accumulate  # whole updates
     return chosen
 
@@ -86,9 +89,9 @@ def spread(values: list[float], form: str = ".2f") -> str:
 
 
 def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
-    """Medians over rounds; a window took as long as it took the slowest rank."""
+    """Print and return medians over rounds; the time of a window is that of its slowest rank."""
     rows, runs, first = [], [], None
-    for number, (method, order) in enumerate(options.methods):
+    for number, (method, schedule) in enumerate(options.methods):
         windows = [rank["windows"][number] for rank in ranks]
         seconds = [max(times) for times in zip(*(w["seconds"] for w in windows), strict=True)]
         first = first or seconds
@@ -98,7 +101,7 @@ def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
         rows.append(
             [
                 method,
-                order or ("sequential" if method == "reversible" else "flush"),
+                schedule or ("sequential" if method == "reversible" else "flush"),
                 f"{tick * 1e3:.1f} ms",
                 spread([s * 1e3 for s in seconds], ".1f"),
                 f"{1 / tick:.2f}",
@@ -110,7 +113,7 @@ def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
         runs.append(
             {
                 "method": method,
-                "order": order,
+                "schedule": schedule,
                 "seconds": tick,
                 "per_second": 1 / tick,
                 "speedup": speedup,
@@ -121,7 +124,7 @@ def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
             }
         )
     times = f"times {'basic' if options.methods[0] == BASIC[0] else options.methods[0][0]}"
-    header = ["method", "order", "per micro-batch", "min..max", "per second", times, "min..max", "of the limit"]
+    header = ["method", "schedule", "per micro-batch", "min..max", "per second", times, "min..max", "of the limit"]
     print(f"{options.case}: {options.ranks} ranks, stages of {ranks[0]['cut']} layers")
     print(render(header, rows, left=2), flush=True)
     shared = {name: ranks[0][name] for name in ("environment", "cut", "placement", "layer_seconds")}
@@ -131,17 +134,17 @@ def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, help="balanced if left out; with --smoke all of them")
-    parser.add_argument("--smoke", action="store_true", help="tiny, to see that it runs; results are thrown away")
-    parser.add_argument("--ranks", type=int, help="where the case leaves a choice")
-    parser.add_argument("--blocks", type=int, help="of each rank, where blocks are equal")
-    parser.add_argument("--width", type=int, help="64 for RevNets; equal blocks: 16, in the case 1f1b 32")
-    parser.add_argument("--batch-size", type=int, help="of a micro-batch; 32, in the cases partition and 1f1b 16")
-    parser.add_argument("--accumulate", type=int, help="micro-batches an update; 1, in the 1f1b cases 8")
-    parser.add_argument("--ticks", type=int, default=8, help="in a window; rounded up to whole updates")
+    parser.add_argument("--case", choices=CASES, help="default: balanced; with --smoke, all of them")
+    parser.add_argument("--smoke", action="store_true", help="tiny, to see that it works; stores nothing")
+    parser.add_argument("--ranks", type=int, help="number of ranks, if the case does not fix it")
+    parser.add_argument("--blocks", type=int, help="blocks of each rank, for equal blocks")
+    parser.add_argument("--width", type=int, help="default: 64 for RevNets, 16 for equal blocks, 32 in the case 1f1b")
+    parser.add_argument("--batch-size", type=int, help="of a micro-batch (default: 32; 16 in partition and 1f1b)")
+    parser.add_argument("--accumulate", type=int, help="micro-batches per update (default: 1; 8 in the 1f1b cases)")
+    parser.add_argument("--ticks", type=int, default=8, help="ticks in a window; rounded up to whole updates")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile-ticks", type=int, default=3, help="for the costs of layers")
-    parser.add_argument("--threads", type=int, default=1, help="of a rank (default 1)")
+    parser.add_argument("--profile-ticks", type=int, default=3, help="ticks to measure the cost of layers")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank (default 1)")
     parser.add_argument("--no-onednn", action="store_true", help="PyTorch's own convolutions, faster on some ARM cores")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for another")
     parser.add_argument("--limit", type=float, default=560, help="seconds after which a case is stopped")

@@ -1,13 +1,13 @@
-"""How sharp a quadratic loss may be for a stage whose gradients come late: theory, computed exactly.
+"""The largest stable curvature of a quadratic loss for a stage with delayed gradients: theory, computed exactly.
 
     python benchmarks/prediction/stability.py
-    python benchmarks/prediction/stability.py --accumulate 8 --in-flight 4 9 17 --correct none predict,inertia:4
+    python benchmarks/prediction/stability.py --accumulate 8 --in-flight 4 9 17 --corrections none predict,inertia:4
 
-One weight, a loss of curvature h, SGD with momentum m, k micro-batches to an update and n of them in flight. What a
-gradient sees are the weights of its forward. From update to update everything is linear, and it is stable as long as no
-eigenvalue of that map is beyond 1. The table has the largest h·lr/(1 - m)/k with which it is: per micro-batch, so that
-those of different k, whose learning rate goes with k, can be compared. `none` is no correction. Prints a table and
-writes results/stability.json.
+One weight, a loss of curvature h, SGD with momentum m, k micro-batches per update and n of them in flight. A gradient
+is that of the weights of its forward. The map from update to update is linear, and stable as long as no eigenvalue
+exceeds 1 in absolute value. The table has the largest stable h·lr/(1 - m)/k. It is per micro-batch, so that different k
+can be compared, whose learning rates are proportional to k. `none` is no correction. Prints a table and writes
+results/stability.json.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from pathlib import Path
 
 import torch
 
+from petra.formatting import render
 from petra.measure import environment
-from petra.tables import render
 
 
-def update_map(curvature, n, k, m, correct, nesterov):
-    """An update as a matrix, with lr = 1 - m. The state is weight and velocity now and 1, 2, … updates ago."""
-    names = dict(name.partition(":")[::2] for name in correct.split(",") if name != "none")
+def update_map(curvature, n, k, m, corrections, nesterov):
+    """Return an update as a matrix, with lr = 1 - m; the state is weight and velocity now and 1, 2, … updates ago."""
+    names = dict(name.partition(":")[::2] for name in corrections.split(",") if name != "none")
     if "inertia" in names:
         m = 1 - 1 / max(1 / (1 - m), float(names["inertia"] or 1) * n**2 / k)
     size = -(-n // k) + 1
     gradient = torch.zeros(2 * size, dtype=torch.float64)
-    for j in range(k):  # of the micro-batches of this update, the forward of j was d updates ago
+    for j in range(k):  # the forward of micro-batch j of this update was d updates ago
         d = max(-((j - n) // k), 0)
         gradient[d] += curvature / k
         gradient[size + d] -= curvature / k * (1 - m) * (_ahead(d, m, names, nesterov) if n >= k else 0)
@@ -43,7 +43,7 @@ def update_map(curvature, n, k, m, correct, nesterov):
 
 
 def _ahead(d, m, names, nesterov):
-    """By how many times lr·v the forward looks ahead."""
+    """The multiple of lr·v by which the forward looks ahead."""
     if "predict" in names:
         return d
     if "coast" not in names:
@@ -52,11 +52,11 @@ def _ahead(d, m, names, nesterov):
     return sum(r**i for i in range(1, d + 1)) * (r if nesterov else 1)
 
 
-def limit(n, k, m, correct, nesterov):
-    """The largest curvature times lr/(1 - m)/k, to a thousandth of it."""
+def limit(n, k, m, corrections, nesterov):
+    """Return the largest stable curvature times lr/(1 - m)/k, to one part in a thousand."""
 
     def stable(curvature):
-        return torch.linalg.eigvals(update_map(curvature, n, k, m, correct, nesterov)).abs().max() <= 1 + 1e-9
+        return torch.linalg.eigvals(update_map(curvature, n, k, m, corrections, nesterov)).abs().max() <= 1 + 1e-9
 
     low = high = 1e-6
     while stable(high):
@@ -76,21 +76,25 @@ def main() -> None:
     parser.add_argument("--in-flight", nargs="+", type=int, metavar="N", default=[0, 2, 4, 9, 17, 34])
     parser.add_argument("--momentum", type=float, default=0.9, help="(default %(default)s)")
     parser.add_argument("--no-nesterov", dest="nesterov", action="store_false")
-    parser.add_argument("--correct", nargs="+", default=DEFAULT, help="none, or predict, coast and inertia by commas")
+    parser.add_argument(
+        "--corrections", nargs="+", default=DEFAULT, help="none, or predict, coast and inertia separated by commas"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     options = parser.parse_args()
-    names = {name.partition(":")[0] for correct in options.correct for name in correct.split(",")}
+    names = {name.partition(":")[0] for corrections in options.corrections for name in corrections.split(",")}
     if unknown := names - {"none", "predict", "coast", "inertia"}:
-        parser.error(f"--correct has {', '.join(sorted(unknown))}: only predict, coast and inertia are in the theory")
+        parser.error(
+            f"--corrections has {', '.join(sorted(unknown))}: the theory covers only predict, coast and inertia"
+        )
     if not 0 < options.momentum < 1 or min(options.accumulate) < 1 or min(options.in_flight) < 0:
-        parser.error("--momentum is between 0 and 1, --accumulate 1 or more, --in-flight 0 or more")
+        parser.error("--momentum must be between 0 and 1, --accumulate 1 or more, --in-flight 0 or more")
     rows, limits = [], {}
     for k in options.accumulate:
-        for correct in options.correct:
-            found = [limit(n, k, options.momentum, correct, options.nesterov) for n in options.in_flight]
-            limits[f"k {k}, {correct}"] = dict(zip(options.in_flight, found, strict=True))
-            rows.append([f"{k}", correct, *(f"{value:.3f}" for value in found)])
-    print(render(["k", "correction", *(f"n = {n}" for n in options.in_flight)], rows))
+        for corrections in options.corrections:
+            found = [limit(n, k, options.momentum, corrections, options.nesterov) for n in options.in_flight]
+            limits[f"k {k}, {corrections}"] = dict(zip(options.in_flight, found, strict=True))
+            rows.append([f"{k}", corrections, *(f"{value:.3f}" for value in found)])
+    print(render(["k", "corrections", *(f"n = {n}" for n in options.in_flight)], rows))
     result = {"momentum": options.momentum, "nesterov": options.nesterov, "limits": limits}
     result["environment"] = environment(torch.device("cpu"))
     options.out.mkdir(exist_ok=True)

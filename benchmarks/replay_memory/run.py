@@ -2,11 +2,11 @@
 
     python benchmarks/replay_memory/run.py
 
-ResNet-101 on CIFAR shapes, batch 128, K = 1 … 4, by exact accounting: the engine itself runs on PyTorch's "meta"
-device, where tensors have shapes but no memory, and live bytes are counted by `petra.measure.Activations`. The same
-count is held against a real run at a smaller size. The reversible variant is `petra` in the order `locked-forward`
-on RevNet-104, beside backprop on the same network. Prints tables and writes result.json, and memory.png if matplotlib
-is there, beside this file.
+ResNet-101 on CIFAR shapes, batch 128, K = 1 … 4, by exact accounting: the engine runs on PyTorch's "meta" device, where
+tensors have shapes but no memory, and `petra.measure.Activations` counts live bytes. The same count is compared with a
+real run at a smaller size. The reversible variant is `petra` with the schedule `locked-forward` on RevNet-104, next to
+backprop on the same network. Prints tables and writes result.json, and memory.png if matplotlib is installed, next to
+this file.
 """
 
 import argparse
@@ -19,9 +19,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import petra
-from petra.execution import balance
+from petra.formatting import render
 from petra.measure import Activations, environment
-from petra.tables import render
+from petra.pipeline import balance
 
 MODULES = (1, 2, 3, 4)
 RESNET, REVNET = "resnet101-cifar", "revnet104"
@@ -37,8 +37,8 @@ LINES = (
 OPTIONS = {RESNET: {}, REVNET: {"stem": "cifar", "num_classes": 10}}
 
 
-def watch(model, method, stages, batch, device="meta", order=None, **options) -> Activations:
-    """The activations of one iteration once every history is full."""
+def watch(model, method, stages, batch, device="meta", schedule=None, **options) -> Activations:
+    """Return the activations of one iteration of a full pipeline."""
     with torch.device(device):
         network = petra.models.create(model, **OPTIONS[model], **options)
     trainer = petra.Trainer(
@@ -47,14 +47,14 @@ def watch(model, method, stages, batch, device="meta", order=None, **options) ->
         optimizer=lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
         method=method,
         stages=len(network) if stages == "layers" else stages,
-        order=order,
+        schedule=schedule,
     )
 
     def step() -> None:
         inputs = torch.zeros(batch, 3, 32, 32, device=device)
         trainer.step(inputs, torch.zeros(batch, dtype=torch.long, device=device))
 
-    for _ in range(trainer.order.stages if method != "backprop" else 1):
+    for _ in range(trainer.schedule.stages if method != "backprop" else 1):
         step()
     with Activations(trainer.executor) as found:
         step()
@@ -63,10 +63,10 @@ def watch(model, method, stages, batch, device="meta", order=None, **options) ->
 
 @cache
 def even_cut(model: str, modules: int) -> tuple[int, ...]:
-    """Layers of each module such that backprop has about as many bytes of activations in each."""
-    layers = _bytes_of_layers(model)
-    cut = balance(len(layers), modules, lambda part, run: sum(layers[i] for i in run))
-    return tuple(len(run) for run in cut)
+    """Return the layers of each module such that backprop has similar activation memory in each."""
+    sizes = _bytes_of_layers(model)
+    cut = balance(len(sizes), modules, lambda part, layers: sum(sizes[i] for i in layers))
+    return tuple(len(layers) for layers in cut)
 
 
 @cache
@@ -76,17 +76,17 @@ def _bytes_of_layers(model: str) -> list[int]:
 
 
 def lines(cut: str, batch: int) -> list[dict]:
-    """A row a method and network: bytes of every module for each K."""
+    """Return one row per method and network: the bytes of every module for each K."""
     rows = []
-    for model, method, order in LINES:
+    for model, method, schedule in LINES:
         if cut == "even" and model != RESNET:
             continue
-        row: dict = {"model": model, "method": method, "order": order, "cut": cut, "modules": {}}
+        row: dict = {"model": model, "method": method, "schedule": schedule, "cut": cut, "modules": {}}
         for k in MODULES:
             sizes = even_cut(model, k) if cut == "even" else k
-            found = watch(model, method, sizes, batch, order=order)
+            found = watch(model, method, sizes, batch, schedule=schedule)
             own = [found.stages[s] for s in range(k)]
-            row["modules"][k] = {"layers": sizes, "bytes": own, "sum": sum(own), "together": found.together}
+            row["modules"][k] = {"layers": sizes, "bytes": own, "sum": sum(own), "together": found.peak}
         rows.append(row)
         basic = next(r for r in rows if r["model"] == model)
         for k, entry in row["modules"].items():
@@ -95,11 +95,11 @@ def lines(cut: str, batch: int) -> list[dict]:
     return rows
 
 
-def held_against_reality(batch: int = 2, width: int = 8) -> list[dict]:
-    """Accounting and a real run of the same small networks."""
+def counted_and_measured(batch: int = 2, width: int = 8) -> list[dict]:
+    """Compare counted with measured bytes of the same small networks."""
     rows = []
-    for model, method, order in LINES:
-        small = {"order": order, "width": width}
+    for model, method, schedule in LINES:
+        small = {"schedule": schedule, "width": width}
         counted, real = (watch(model, method, 4, batch, device, **small) for device in ("meta", "cpu"))
         difference = max(abs(counted.stages[s] - real.stages[s]) for s in range(4))
         rows.append({"model": model, "method": method, "measured_bytes": real.stages.total(), "difference": difference})
@@ -107,7 +107,7 @@ def held_against_reality(batch: int = 2, width: int = 8) -> list[dict]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Figure 5: a panel a cut."""
+    """Draw Figure 5, one panel per cut."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -146,10 +146,10 @@ def main() -> None:
             for r, found in zip(rows, cells, strict=True)
         ]
         print(render(header, table, left=2), flush=True)
-    result["held_against_reality"] = held_against_reality()
-    print("\nThe same accounting against a real run (width 8, batch 2, K = 4)\n")
+    result["counted_and_measured"] = counted_and_measured()
+    print("\nThe same accounting compared with a real run (width 8, batch 2, K = 4)\n")
     header = ["network", "method", "bytes measured", "largest difference of a module, bytes"]
-    print(render(header, [list(row.values()) for row in result["held_against_reality"]], left=2))
+    print(render(header, [list(row.values()) for row in result["counted_and_measured"]], left=2))
     Path(__file__).with_name("result.json").write_text(json.dumps(result, indent=2) + "\n")
     if find_spec("matplotlib") is None:
         print("\nno figure: pip install matplotlib")

@@ -1,12 +1,12 @@
-"""Seconds of an iteration on ranks: Features Replay, DDG and DNI against backprop, model-parallel on the same cut.
+"""Seconds per iteration of Features Replay, DDG and DNI, compared with model-parallel backprop on the same cut.
 
     python benchmarks/replay_speed/run.py --threads 4
     python benchmarks/replay_speed/run.py --smoke
 
-ResNet-152 on CIFAR shapes, K = 4 modules on as many processes (gloo on loopback), cut by measured cost. The methods are
-alive side by side and take turns, a window each, round after round; ratios are taken round by round. Ranks are
-those of benchmarks/pipeline_speed: no run is longer than --limit seconds. Prints a table and writes a file into
-results/ beside this file.
+ResNet-152 on CIFAR shapes, K = 4 modules on four processes (gloo over loopback), cut by measured cost. The pipelines of
+all methods exist at the same time and take turns, one window each per round; ratios are computed for each round. The
+ranks are those of benchmarks/pipeline_speed: a run takes at most --limit seconds. Prints a table and writes a file into
+the folder results next to this file.
 """
 
 import argparse
@@ -18,16 +18,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline_speed"))
 from ranks import launch
 
-from petra.tables import render
+from petra.formatting import render
 
 METHODS = ("backprop", "features-replay", "ddg", "dni")
 TARGET = 0.60
-"""Of Features Replay: its seconds over those of backprop."""
+"""Goal of Features Replay: its seconds relative to those of backprop."""
 SMOKE = {"model": "resnet18", "width": 4, "batch_size": 2, "ticks": 2, "rounds": 2, "profile_ticks": 2, "limit": 200.0}
 
 
 def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
-    """Medians over rounds; a window took as long as it took the slowest rank."""
+    """Print and return medians over rounds; the time of a window is that of its slowest rank."""
     rows, runs, basic = [], [], None
     for number, (method, _) in enumerate(options.methods):
         windows = [rank["windows"][number] for rank in ranks]
@@ -57,17 +57,19 @@ def report(options: argparse.Namespace, ranks: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny, to see that it runs; results are thrown away")
+    parser.add_argument("--smoke", action="store_true", help="tiny, to see that it works; stores nothing")
     parser.add_argument("--model", default="resnet152-cifar")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help="of them, all")
-    parser.add_argument("--ranks", type=int, default=4, help="and modules (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of a rank (default 1)")
+    parser.add_argument(
+        "--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help="backprop first (default: all)"
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="ranks, each with one module (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank (default 1)")
     parser.add_argument("--no-onednn", action="store_true", help="PyTorch's own convolutions, faster on some ARM cores")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--ticks", type=int, default=6, help="iterations in a window, fewer for backprop")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--profile-ticks", type=int, default=3, help="for the costs of layers")
+    parser.add_argument("--profile-ticks", type=int, default=3, help="ticks to measure the cost of layers")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for another")
     parser.add_argument("--limit", type=float, default=400, help="seconds after which the run is stopped")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
@@ -75,7 +77,9 @@ def main() -> None:
     if options.smoke:
         vars(options).update(SMOKE)
     if options.methods[0] != "backprop":
-        parser.error(f"--methods begins with {options.methods[0]}: begin with backprop, which others are held against")
+        parser.error(
+            f"--methods starts with {options.methods[0]}, but ratios are relative to backprop: put backprop first"
+        )
     options.methods = [(name, None) for name in options.methods]
     options.cut, options.accumulate = "replay", 1
     result = report(options, launch(options))

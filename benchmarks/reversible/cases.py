@@ -1,4 +1,4 @@
-"""The cases: what is measured over which sizes."""
+"""The cases of the benchmark, except for the overlap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from steps import Measured, Training, build, fits, images, measure, tokens
 
 import petra
-from petra.tables import render
+from petra.formatting import render
 
 Rows = Iterator[dict[str, Any]]
 GIB = 2**30
@@ -25,15 +25,15 @@ def batch(model: str, size: int, options: argparse.Namespace) -> tuple[torch.Ten
 
 
 def small(model: str) -> dict[str, Any]:
-    """Sizes for a trial."""
+    """Return small sizes for a smoke run."""
     if "vit" in model and "mvit" not in model:
         return {"image_size": 32, "patch": 8, "width": 32, "depth": 2, "heads": 2}
     return {}
 
 
 def arguments(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Of the network, beside its usual ones."""
-    return small(model) if options.smoke else {"length": LENGTH} if "roberta" in model else {}
+    """Return the arguments of the network that differ from its defaults."""
+    return small(model) if options.smoke else {"seq_len": LENGTH} if "roberta" in model else {}
 
 
 def attempt(model: str, way: str, size: int, options: argparse.Namespace) -> Measured | None:
@@ -52,7 +52,7 @@ def trial(
 
 
 def speed(options: argparse.Namespace) -> Rows:
-    """Milliseconds and memory of every way; times are over the first way of the same model and batch."""
+    """Milliseconds and memory of every way; speed is relative to the first way of the same model and batch."""
     models, sizes, ways = options.models, options.batch_sizes or [64], options.ways
     if options.smoke:
         models, sizes, ways = ["rev-vit-s"], [2], ["twin", "backprop", "reversible", "pareprop"]
@@ -83,13 +83,13 @@ def speed(options: argparse.Namespace) -> Rows:
 
 
 def depth(options: argparse.Namespace) -> Rows:
-    """Peak memory beside parameters, their gradients and the optimizer's, at growing depth."""
+    """Peak memory without parameters, gradients and optimizer state, at growing depth."""
     plan: list[tuple[str, str, int, dict[str, Any]]] = []
     for way in ("backprop", "reversible", "pareprop"):
         for blocks in (1, 2) if options.smoke else (12, 24, 48, 96):
             width = 32 if options.smoke else 384
             plan.append(("rev-vit-s", way, blocks, {"width": width, "depth": blocks, "heads": width // 16}))
-    for units in (1,) if options.smoke else (5, 50):  # of two functions of two convolutions, in three groups
+    for units in (1,) if options.smoke else (5, 50):  # two functions of two convolutions each, in three groups
         plan.append(("revnet110", "reversible", 12 * units + 2, {"depths": (units,) * 3}))
     table = []
     for model, way, count, extra in plan:
@@ -100,8 +100,8 @@ def depth(options: argparse.Namespace) -> Rows:
         if found is None:
             table.append([model, way, str(count), "does not fit", "", ""])
             continue
-        # Weights, gradients and two moments, in float32. Gradients are all there at the end of a backward pass, where
-        # memory peaks if it does not grow with depth; where it does, they come after the peak, and this is too little.
+        # Weights, gradients and two moments, in float32. All gradients exist at the end of the backward, where memory
+        # peaks if it does not grow with depth. If it does, they come after the peak, and this is an underestimate.
         activations = found.asked - 16 * found.parameters if found.asked else 0
         layers = sum(1 for m in petra.models.create(model, **extra).modules() if isinstance(m, torch.nn.Conv2d))
         per_layer = found.seconds / (count if vision else layers)
@@ -117,11 +117,11 @@ def depth(options: argparse.Namespace) -> Rows:
                 f"{per_layer * 1e3:.3f}",
             ]
         )
-    print(render(["model", "way", "depth", "activations MiB", "ms", "ms a layer"], table, left=2), flush=True)
+    print(render(["model", "way", "depth", "activations MiB", "ms", "ms per layer"], table, left=2), flush=True)
 
 
 def budget(options: argparse.Namespace) -> Rows:
-    """The largest batch that fits, a power of two or one and a half times it, and the best throughput."""
+    """The largest batch that fits, a power of two or 1.5 times one, and the best throughput."""
     if options.device == "cuda":
         torch.cuda.set_per_process_memory_fraction(options.gib * GIB / torch.cuda.get_device_properties(0).total_memory)
     models = ["rev-vit-s"] if options.smoke else options.models

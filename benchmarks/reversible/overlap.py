@@ -1,4 +1,4 @@
-"""Is there anything left to hide? PaReprop beside reversible backprop, step by step, and a timeline of both."""
+"""How much PaReprop can overlap: alternating steps with reversible backprop, and a timeline of both."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from steps import Training, build, fits
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from petra.tables import render
+from petra.formatting import render
 
 WAYS = ("reversible", "pareprop")
 Kernels = list[tuple[int, int, int]]
-"""CUDA stream, start and end in nanoseconds, from the first start on."""
+"""CUDA stream, start and end in nanoseconds since the first start."""
 
 
 def overlap(options: argparse.Namespace) -> Rows:
-    """Steps taken by turns: their medians and mean ratio; and what share of a step the GPU is busy."""
+    """Alternating steps: their medians and mean ratio, and the share of a step in which the GPU is busy."""
     models, sizes = (["rev-vit-s"], [2]) if options.smoke else (options.models, options.batch_sizes or [64])
     table = []
     for model in models:
@@ -36,12 +36,12 @@ def overlap(options: argparse.Namespace) -> Rows:
                 shares = [f"{row[what][way]:.3f}" for what in ("busy", "at_once") for way in WAYS]
                 table.append([model, str(size), extras, *cells, *shares])
                 print(" ".join(table[-1]), flush=True)
-    header = ["model", "batch", "with", "reversible ms", "pareprop ms", "times", "95 %"]
+    header = ["model", "batch", "with", "reversible ms", "pareprop ms", "speedup", "95 %"]
     print(render([*header, "busy", "busy", "at once", "at once"], table, left=1), flush=True)
 
 
 def compare(model: str, size: int, extras: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One network, trained both ways by turns, in pairs of changing order."""
+    """Train one network both ways in turn, in pairs of alternating order."""
     network = build(model, WAYS[0] + extras, **arguments(model, options))
     training = Training(network, *batch(model, size, options), options.precision)
     for _ in range(4):
@@ -68,14 +68,14 @@ def compare(model: str, size: int, extras: str, options: argparse.Namespace) -> 
 
 
 def over(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """The geometric mean of a over b, pair by pair, with its 95 % interval: what changes from pair to pair cancels."""
+    """Return the geometric mean of a/b with its 95 % interval; effects common to both of a pair cancel."""
     ratios = [math.log(x / y) for x, y in zip(a, b, strict=True)]
     mean, error = statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
     return math.exp(mean), math.exp(mean - error), math.exp(mean + error)
 
 
 def timeline(training: Training, way: str) -> Kernels:
-    """The kernels of one step."""
+    """Return the kernels of one step."""
     if training.device.type != "cuda":
         return []
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -87,7 +87,7 @@ def timeline(training: Training, way: str) -> Kernels:
 
 
 def busy(kernels: Kernels) -> tuple[float, float]:
-    """The share of the time from the first to the last kernel with one at work, and with two or more."""
+    """Return the shares of the time with at least one kernel running, and with at least two."""
     if not kernels:
         return 0.0, 0.0
     changes = sorted([(a, 1) for _, a, _ in kernels] + [(b, -1) for _, _, b in kernels])

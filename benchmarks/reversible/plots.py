@@ -1,9 +1,9 @@
-"""Draws what run.py has measured: throughput and memory against batch size, memory against depth.
+"""Draws the results of run.py: throughput and memory against batch size, memory against depth.
 
     python benchmarks/reversible/plots.py results/speed.json results/depth.json
 
-A picture for every model of the case speed (as Figures 5, 6 and 7 of the PaReprop paper), one for the case depth, and a
-timeline for every line of the case overlap, beside the files they are made from.
+Writes a figure for every model of the case speed (as Figures 5, 6 and 7 of the PaReprop paper), one for the case depth,
+and a timeline for every row of the case overlap, next to the given files.
 """
 
 import argparse
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def speed(rows: list[dict[str, Any]], stem: Path) -> None:
-    """Throughput and peak memory of each model against batch size, a line a way."""
+    """Throughput and peak memory of each model against batch size, one line per way."""
     for model in dict.fromkeys(row["model"] for row in rows):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
         lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -42,7 +42,7 @@ def speed(rows: list[dict[str, Any]], stem: Path) -> None:
 
 
 def depth(rows: list[dict[str, Any]], stem: Path) -> None:
-    """Memory of activations against the number of blocks, a line a way."""
+    """Memory of activations against the number of blocks, one line per way."""
     figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
     lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -58,7 +58,7 @@ def depth(rows: list[dict[str, Any]], stem: Path) -> None:
 
 
 def timelines(rows: list[dict[str, Any]], stem: Path, milliseconds: float = 2.0) -> None:
-    """Kernels of a short piece in the middle of a step, a line a CUDA stream, a picture a row that has them."""
+    """Kernels of a short interval of a step: one line per CUDA stream, one figure per row with kernels."""
     for row in rows:
         if not row.get("kernels"):
             continue
@@ -83,7 +83,7 @@ DRAWN = {"speed": speed, "depth": depth, "overlap": timelines}
 
 
 def main() -> None:
-    """Draw every file that is given."""
+    """Draw the given files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     for file in parser.parse_args().files:

@@ -1,4 +1,4 @@
-"""One way of training one network, timed and weighed."""
+"""Time and memory of one way to train one network."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 @dataclass
 class Measured:
-    """Seconds of a step (median, smallest, largest) and the most bytes that were in use during one.
+    """Seconds of a step (median, smallest, largest) and its peak memory in bytes.
 
-    ``peak`` counts blocks of the allocator, ``asked`` what was asked of it, which is a little less.
+    `peak` counts the allocator's blocks, `asked` the requested bytes, which are slightly fewer.
     """
 
     seconds: float
@@ -39,23 +39,23 @@ class Measured:
 
 
 def build(model: str, way: str, **options: Any) -> petra.Network:
-    """The network of a way: the plain twin or the reversible one, compiled and captured as asked."""
+    """Return the network of a way: the plain twin or the reversible network, compiled and captured if requested."""
     kind, *extras = way.split("+")
-    if kind not in CONTEXTS or set(extras) - {"compile", "capture"}:
-        raise SystemExit(f"there is no way {way!r}: join one of {', '.join(CONTEXTS)} with +compile and +capture")
+    if kind not in CONTEXTS or set(extras) - {"compile", "cuda-graph"}:
+        raise SystemExit(f"{way!r} is not a way: combine one of {', '.join(CONTEXTS)} with +compile and +cuda-graph")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):  # a CPU takes long for the random weights of large networks
+    with torch.device(device):  # a CPU is slow at the random weights of large networks
         network = petra.models.create(model.removeprefix("rev-") if kind == "twin" else model, **options)
     if "compile" in extras:
         network.compile_functions()
-    if "capture" in extras:
-        network.capture()
+    if "cuda-graph" in extras:
+        network.use_cuda_graphs()
     return network
 
 
 class Training:
-    """A network that is trained on one batch, a step after the other."""
+    """Trains a network on one batch, step by step."""
 
     def __init__(self, network: petra.Network, x: Tensor, y: Tensor, precision: str) -> None:
         self.network, self.x, self.y = network.to(x.device), x, y
@@ -70,7 +70,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def timed(self, way: str) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         self.wait()
         began = time.perf_counter()
         self.step(way)
@@ -78,13 +78,13 @@ class Training:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """For the GPU."""
+        """Wait for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def measure(training: Training, way: str, steps: int, warm_up: int = 4) -> Measured:
-    """Take ``steps`` steps after some to warm up."""
+    """Measure `steps` steps after some to warm up."""
     for _ in range(warm_up):
         training.step(way)
     training.wait()
@@ -99,20 +99,20 @@ def measure(training: Training, way: str, steps: int, warm_up: int = 4) -> Measu
 
 
 def images(batch: int, size: int, device: str) -> tuple[Tensor, Tensor]:
-    """A batch of random images and labels."""
+    """Return a batch of random images and labels."""
     return torch.randn(batch, 3, size, size, device=device), torch.randint(1000, (batch,), device=device)
 
 
-def tokens(batch: int, length: int, device: str) -> tuple[Tensor, Tensor]:
-    """A batch of random tokens and labels."""
-    return torch.randint(4, 50000, (batch, length), device=device), torch.randint(2, (batch,), device=device)
+def tokens(batch: int, seq_len: int, device: str) -> tuple[Tensor, Tensor]:
+    """Return a batch of random tokens and labels."""
+    return torch.randint(4, 50000, (batch, seq_len), device=device), torch.randint(2, (batch,), device=device)
 
 
 T = TypeVar("T")
 
 
 def fits(attempt: Callable[[], T]) -> T | None:
-    """What was measured, or None if memory was too small for it."""
+    """Return the measurement, or None if it does not fit into memory."""
     try:
         return attempt()
     except torch.OutOfMemoryError:

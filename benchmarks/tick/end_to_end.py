@@ -1,26 +1,26 @@
-"""A whole run on random images of the size of CIFAR-10: data, evaluation and checkpoints included.
+"""A whole run on random images of the size of CIFAR-10, including data loading, evaluation and checkpoints.
 
-Prints a line of JSON: images per second while it trains (data included), and over everything, with an evaluation and a
-checkpoint after every epoch, of which the recipe has fewer. The first epoch is warm-up, and in the last one the
-pipeline is emptied, which a training does once: neither counts.
+Prints a line of JSON: images per second in training (with data loading), and overall, with an evaluation and a
+checkpoint after every epoch; the recipe has fewer checkpoints. The first epoch is warm-up, and in the last one the
+pipeline drains, which happens once per training: neither counts.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from inspect import signature
 from pathlib import Path
 
 import torch
+from worker import capture_state
 
 from petra.cli.options import add_run_options, given, set_up_device
-from petra.training.config import RunConfig
-from petra.training.run import Run
+from petra.runs.config import RunConfig
+from petra.runs.run import Run
 
 
 class TimedRun(Run):
-    """A run that looks at the clock before and after the end of each epoch."""
+    """A run that records the time before and after the end of each epoch."""
 
     def _end_epoch(self) -> None:
         self.clock = [*getattr(self, "clock", []), now()]
@@ -41,14 +41,12 @@ def main() -> None:
     device = set_up_device(options)
     config = RunConfig.from_options("petra-cifar10", {**given(options), "checkpoint_epochs": 1})
     if config.epochs < 3:
-        parser.error(f"--epochs is {config.epochs}: give 3 or more, for the first and the last do not count")
-    how = ("capture", "channels_last", "benchmark")  # which are the run's business, or the configuration's
-    extra = {name: getattr(options, name) for name in how if name in signature(Run).parameters}
+        parser.error(f"--epochs is {config.epochs}: give 3 or more, because the first and the last do not count")
     with tempfile.TemporaryDirectory() as folder:
-        run = TimedRun(config, Path(folder) / "run", device=device, quiet=True, **extra)
-        images = min(run.train.samples, len(run.train) * config.batch_size)  # without those that are left out
+        run = TimedRun(config, Path(folder) / "run", device=device, quiet=True, cuda_graph=options.cuda_graph)
+        images = min(run.train.samples, len(run.train) * config.batch_size)  # without those that are dropped
         run()
-    ends, starts = run.clock[0::2], run.clock[1::2]  # of training in an epoch; of the next epoch
+    ends, starts = run.clock[0::2], run.clock[1::2]  # end of training in an epoch; start of the next epoch
     epochs = len(ends) - 2
     training = sum(end - start for start, end in zip(starts, ends[1:-1], strict=False))
     whole = starts[-2] - starts[0]
@@ -56,8 +54,7 @@ def main() -> None:
         "epochs": epochs,
         "training_images_per_second": images * epochs / training,
         "whole_images_per_second": images * epochs / whole,
-        "replayed": getattr(run.trainer.executor, "replayed", 0),
-        "refusal": getattr(run.trainer.executor, "refusal", None),
+        **capture_state(run.trainer),
     }
     print(json.dumps(found), flush=True)
 

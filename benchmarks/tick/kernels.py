@@ -1,10 +1,10 @@
-"""Which kernels the time of a tick goes to: one method on one GPU, by the names that the profiler gives them.
+"""Where the time of a tick goes: the kernels of one method on one GPU, by the profiler's names.
 
     K=benchmarks/tick/kernels.py
-    python $K --model revnet18 --batch-size 64 --method petra --capture --autocast bf16 --channels-last
+    python $K --model revnet18 --batch-size 64 --method petra --cuda-graph --autocast bf16 --channels-last
 
-Takes the options of worker.py. Kernels of stages that are at work side by side overlap, so their times add up to more
-than the tick takes.
+Takes the options of worker.py. Kernels of concurrent stages overlap, so their times add up to more than the time of
+the tick.
 """
 
 import re
@@ -16,13 +16,13 @@ import worker
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from petra.tables import render
+from petra.formatting import render
 
 TICKS = 10
 SHOWN = 40
 
 
-# What the C++ of PyTorch puts around the words that say what a kernel does.
+# Parts of PyTorch's C++ names that do not say what a kernel does.
 _NOISE = (
     r"^void ",
     r"at::native::",
@@ -33,7 +33,7 @@ _NOISE = (
 
 
 def short(name: str) -> str:
-    """The name of a kernel, as far as it says something."""
+    """Return the informative part of a kernel's name."""
     for noise in _NOISE:
         name = re.sub(noise, "", name)
     return name[:120]
@@ -44,11 +44,11 @@ def main() -> None:
     trainer, data = worker.make(given), worker.batches(given)
 
     def run(ticks: int) -> float:
-        worker.synchronise()
+        worker.synchronize()
         began = time.perf_counter()
         for tick in range(ticks):
             trainer.step(*data[tick % len(data)])
-        worker.synchronise()
+        worker.synchronize()
         return (time.perf_counter() - began) / ticks
 
     run(worker.until_steady(trainer))
@@ -64,8 +64,8 @@ def main() -> None:
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
         share = f"{sum(times) / whole:.3f}"
         rows.append([name, f"{len(times) / TICKS:.1f}", f"{sum(times) / TICKS:.1f}", share])
-    print(render(["kernel", "a tick", "µs a tick", "share"], rows, left=1))
-    print(f"{1e3 * seconds:.3f} ms a tick without the profiler; {whole / TICKS / 1e3:.3f} ms of kernels")
+    print(render(["kernel", "per tick", "µs per tick", "share"], rows, left=1))
+    print(f"{1e3 * seconds:.3f} ms per tick without the profiler; {whole / TICKS / 1e3:.3f} ms of kernels")
 
 
 if __name__ == "__main__":

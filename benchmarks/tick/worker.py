@@ -1,7 +1,7 @@
-"""One method on one GPU, in a process of its own: makes its ticks and times them when it is told to.
+"""One method on one GPU in its own process, which runs and times blocks of ticks on request.
 
-Reads lines from standard input, each the number of ticks of a block, and answers with a line of JSON each: seconds of
-the block. An empty line, or the end, asks for memory and ends the process.
+Each line of standard input is the number of ticks of a block, answered with a line of JSON: the seconds of the block.
+After an empty line, or at the end of the input, the process reports its memory and ends.
 """
 
 import argparse
@@ -21,24 +21,24 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--method", required=True, help="NAME[@ORDER][/STAGES]")
+    parser.add_argument("--method", required=True, help="NAME[@SCHEDULE][/STAGES]")
     parser.add_argument("--device", required=True)
     parser.add_argument("--width", type=int)
-    parser.add_argument("--capture", action="store_true")
+    parser.add_argument("--cuda-graph", action="store_true")
     parser.add_argument("--autocast", choices=("bf16",))
-    parser.add_argument("--messages", choices=("bf16",))
+    parser.add_argument("--comm-dtype", choices=("bf16",))
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--benchmark", action="store_true")
+    parser.add_argument("--cudnn-benchmark", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     return parser.parse_args(arguments)
 
 
 def parse(method: str) -> tuple[str, str | None, int | None]:
-    """``petra@low-staleness/5`` in its three parts; pipelined methods are in lock-step unless it says otherwise."""
+    """Split `petra@low-staleness/5` into its three parts; the default schedule of pipelined methods is lock-step."""
     rest, _, stages = method.partition("/")
-    name, _, order = rest.partition("@")
+    name, _, schedule = rest.partition("@")
     pipelined = petra.methods.find(name).pipelined
-    return name, (order or "lock-step") if pipelined else None, int(stages) if stages else None
+    return name, (schedule or "lock-step") if pipelined else None, int(stages) if stages else None
 
 
 def sgd(parameters) -> torch.optim.SGD:
@@ -47,13 +47,13 @@ def sgd(parameters) -> torch.optim.SGD:
 
 def make(given: argparse.Namespace) -> petra.Trainer:
     torch.manual_seed(0)
-    torch.backends.cudnn.benchmark = given.benchmark
+    torch.backends.cudnn.benchmark = given.cudnn_benchmark
     torch.backends.cudnn.deterministic = given.deterministic
     width = {} if given.width is None else {"width": given.width}
     network = petra.models.create(given.model, num_classes=10, **width).to(given.device)
     if given.channels_last:
         network = network.to(memory_format=torch.channels_last)
-    name, order, stages = parse(given.method)
+    name, schedule, stages = parse(given.method)
     bf16 = {"bf16": torch.bfloat16, None: None}
     return petra.Trainer(
         network,
@@ -61,16 +61,16 @@ def make(given: argparse.Namespace) -> petra.Trainer:
         optimizer=sgd,
         method=name,
         stages=stages or len(network),
-        order=order,
+        schedule=schedule,
         autocast=bf16[given.autocast],
-        message_dtype=bf16[given.messages],
+        comm_dtype=bf16[given.comm_dtype],
         device=given.device,
-        **({"capture": True} if given.capture else {}),
+        **({"cuda_graph": True} if given.cuda_graph else {}),
     )
 
 
 def batches(given: argparse.Namespace) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A few micro-batches of random images, on the device."""
+    """Return a few micro-batches of random images on the device."""
     layout = torch.channels_last if given.channels_last else torch.contiguous_format
     size = given.batch_size
     return [
@@ -82,14 +82,23 @@ def batches(given: argparse.Namespace) -> list[tuple[torch.Tensor, torch.Tensor]
     ]
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     if CUDA:
         torch.cuda.synchronize()
 
 
 def until_steady(trainer: petra.Trainer) -> int:
-    """Ticks until the pipeline is full, each micro-batch in flight has seen other weights, and ticks are recorded."""
-    return 2 * trainer.order.staleness(0) + 10
+    """Return the ticks until the pipeline is full, all micro-batches saw different weights, and ticks are captured."""
+    return 2 * trainer.schedule.staleness(0) + 10
+
+
+def capture_state(trainer: petra.Trainer) -> dict:
+    """Return the number of captured ticks so far, and the reason if ticks cannot be captured."""
+    capture = trainer.executor.capture
+    return {
+        "captured_ticks": 0 if capture is None else capture.captured_ticks,
+        "ineligible_reason": None if capture is None else capture.ineligible_reason,
+    }
 
 
 def say(**what) -> None:
@@ -103,28 +112,22 @@ def main() -> None:
 
     def run(count: int) -> float:
         nonlocal ticks
-        synchronise()
+        synchronize()
         began = time.perf_counter()
         for _ in range(count):
             trainer.step(*data[ticks % len(data)])
             ticks += 1
-        synchronise()
+        synchronize()
         return time.perf_counter() - began
 
     run(until_steady(trainer))
-    executor = trainer.executor
-    say(
-        stages=len(trainer.stages),
-        order=trainer.order.name,
-        replayed=getattr(executor, "replayed", 0),
-        refusal=getattr(executor, "refusal", None),
-    )
+    say(stages=len(trainer.stages), schedule=trainer.schedule.name, **capture_state(trainer))
     for line in sys.stdin:
         if not line.strip():
             break
         say(seconds=run(int(line)))
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if CUDA else (0, 0)
-    say(peak_allocated=peaks[0], peak_reserved=peaks[1], replayed=getattr(executor, "replayed", 0))
+    say(peak_allocated=peaks[0], peak_reserved=peaks[1], **capture_state(trainer))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decodes CIFAR-10 once for all trainings: sixty thousand PNGs take a process ten seconds, its binary form none."""
+"""Decodes CIFAR-10 once for all trainings: 60,000 PNGs take each process ten seconds, the binary format no time."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from petra.training.data import load
-from petra.training.data.images import ImageData
+from petra.data import load_data
+from petra.data.images import ImageData
 
 NAME = "cifar-10-batches-bin"
 
 
 def decoded(source: str, out: Path) -> str:
-    """What to give as --data: a folder in ``out`` with the images of ``source``, or ``source`` if it is no parquet."""
+    """Return the value for --data: a folder in `out` with the decoded images, or `source` if it is not parquet."""
     if not list(Path(source).glob("**/*.parquet")):
         return source
     folder = out / NAME
     if not folder.exists():
-        data = load(source)
+        data = load_data(source)
         if not isinstance(data, ImageData) or tuple(data.train_images.shape[1:]) != (3, 32, 32):
-            raise ValueError(f"{source} holds no images of 3×32×32: give the folder of CIFAR-10")
+            raise ValueError(f"{source} has no images of 3×32×32: give the folder of CIFAR-10")
         if data.num_classes != 10 or len(data.train_images) % 5:
             raise ValueError(f"{source} has {data.num_classes} classes: give the folder of CIFAR-10")
         write(data, folder)
@@ -30,7 +30,7 @@ def decoded(source: str, out: Path) -> str:
 
 
 def write(data: ImageData, folder: Path) -> None:
-    """As the authors of CIFAR-10 publish it: a byte of label and 3,072 of pixels for each image, in six files."""
+    """Write CIFAR-10's original binary format: one byte of label and 3,072 of pixels per image, in six files."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Figures from results; without matplotlib there are none."""
+"""Draws figures of the results if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from plans import PLANS, TABLE_4
 from replay import method_of
-from results import EVERY_SIGMA, diverged, likeness, records
+from results import EVERY_SIGMA, diverged, records, similarity
 from tables import Known, groups, values
 from trials import Trial
 
@@ -18,7 +18,7 @@ from petra.measure.run_figure import Curves, draw_runs
 
 
 def draw(plan: str, known: Known, folder: Path) -> list[str]:
-    """Draw what there is of a plan; the names of the files, none if there is nothing, or nothing to draw with."""
+    """Draw the available results of a plan and return the names of the files; none without results or matplotlib."""
     if find_spec("matplotlib") is None:
         return []
     if plan == "replay":
@@ -36,7 +36,7 @@ def draw(plan: str, known: Known, folder: Path) -> list[str]:
 
 
 def _replay(known: Known, folder: Path) -> list[str]:
-    """Figures 3 and 4 of the Features Replay paper, a file a network, of the first seed."""
+    """Figures 3 and 4 of the Features Replay paper for the first seed, one file per network."""
     names = []
     for model in dict.fromkeys(trial.options["model"] for trial in PLANS["replay"]):
         own = [t for t in PLANS["replay"] if t.options["model"] == model and t.seed == 0 and t.name in known]
@@ -51,7 +51,7 @@ def _of_modules(trial: Trial, known: Known) -> Curves:
     result = known[trial.name]
     name = f"{method_of(trial)}, K = {trial.options['stages']}"
     name += ", diverged" if diverged(trial, known) else ""
-    return Curves(name, records(result), likeness(result) if trial.watched else [])
+    return Curves(name, records(result), similarity(result) if trial.watched else [])
 
 
 def _curves(plan: str) -> Any:
@@ -62,7 +62,7 @@ def _curves(plan: str) -> Any:
             if runs := values(trials, known, "test_accuracies"):
                 means = [100 * fmean(v) for v in zip(*runs, strict=True)]
                 axis.plot(range(1, len(means) + 1), means, line, color=f"C{place}", label=name)
-            for trial in trials:  # those that diverged end with a cross
+            for trial in trials:  # curves of diverged trainings end with a cross
                 own = known[trial.name]["test_accuracies"] if diverged(trial, known) else []
                 if own:
                     axis.plot(range(1, len(own) + 1), [100 * v for v in own], line, color=f"C{place}", lw=0.5)
@@ -125,13 +125,13 @@ def _corrections(figure: Any, known: Known) -> bool:
     axis.set_yticks(range(len(names)), [name.removeprefix("revnet18-") for name in names], fontsize="small")
     axis.invert_yaxis()
     axis.grid(axis="x")
-    axis.set(xlabel="test accuracy, %, a point a seed")
+    axis.set(xlabel="test accuracy, %, one point per seed")
     return bool(found)
 
 
 def _fidelity(figure: Any, known: Known) -> bool:
-    """Above, Figure 5 for PETRA in lock-step; below, Figure 6 at four moments, those of the paper."""
-    measured = [(t, rows) for t in PLANS["fidelity"] if t.name in known and (rows := likeness(known[t.name]))]
+    """Figure 5 for PETRA in lock-step at the top; Figure 6 at the paper's four moments at the bottom."""
+    measured = [(t, rows) for t in PLANS["fidelity"] if t.name in known and (rows := similarity(known[t.name]))]
     if not measured:
         return False
     first, rows = measured[0]
@@ -179,7 +179,7 @@ def _over_stages(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _beginning(figure: Any, known: Known) -> bool:
-    """Figure 3 of the Features Replay paper, update by update; a panel a training."""
+    """Figure 3 of the Features Replay paper, update by update, one panel per training."""
     measured = [(t, sigmas) for t in PLANS["beginning"] if (sigmas := known.get(t.name, {}).get(EVERY_SIGMA))]
     if not measured:
         return False
@@ -204,4 +204,4 @@ DRAWN: dict[str, Any] = {
     "fidelity": _fidelity,
     "beginning": _beginning,
 }
-"""What draws each plan that has one figure; False if there is nothing."""
+"""The drawing function of each plan with one figure; it returns False if there are no results."""

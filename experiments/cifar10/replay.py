@@ -7,9 +7,9 @@ from typing import Any
 from trials import Trial
 
 EPOCHS = {"resnet164-basic": 50, "resnet101-cifar": 50, "revnet18": 30}
-"""The paper trains 300. What staleness costs in the beginning takes deep networks long to make up for."""
+"""Epochs of each network; the paper trains 300. Deep networks need long to recover from staleness at the start."""
 EVERY = 200
-"""Updates between two measurements of σ, of which an epoch has 390."""
+"""Updates between two measurements of σ; an epoch has 390 updates."""
 PAPER = {
     "accumulate": 1,
     "batch_size": 128,
@@ -19,8 +19,8 @@ PAPER = {
     "momentum": 0.9,
     "weight_decay": 5e-4,
 }
-PAPER |= {"schedule": "steps", "warmup_epochs": 0, "drops": "0.5,0.75"}
-"""Section 5.1: the learning rate drops at 150 and 225 of 300 epochs; of fewer epochs, at the same fractions."""
+PAPER |= {"lr_schedule": "steps", "warmup_epochs": 0, "lr_milestones": "0.5,0.75"}
+"""Section 5.1: the learning rate drops at 150 and 225 of 300 epochs; with fewer epochs, at the same fractions."""
 TABLE_2 = {  # best test error in % on CIFAR-10, by network, method and number of modules
     ("resnet164-basic", "backprop", 1): "6.40 %",
     ("resnet164-basic", "ddg", 2): "6.45 %",
@@ -34,22 +34,22 @@ TABLE_2 = {  # best test error in % on CIFAR-10, by network, method and number o
 
 
 def paper_says(trial: Trial) -> str:
-    """In Table 2."""
+    """Return the entry of the paper's Table 2, empty if it has none."""
     return TABLE_2.get((trial.options["model"], method_of(trial), trial.options["stages"]), "")
 
 
 def method_of(trial: Trial) -> str:
-    """The method that is compared, whatever it is computed by."""
-    return "ddg" if trial.options.get("order") == "locked-forward" else str(trial.options["method"])
+    """Return the method that is compared, whichever method computes it."""
+    return "ddg" if trial.options.get("schedule") == "locked-forward" else str(trial.options["method"])
 
 
 def _options(epochs: int, model: str, method: str, modules: int) -> dict[str, Any]:
     options = {"model": model, "method": method, "stages": modules, "epochs": epochs, **PAPER}
     if method == "petra":
-        options["order"] = "low-staleness"
-    if method == "ddg":  # the same weights to the bit, from stashed weights, not graphs: so ticks can be replayed.
-        # Running statistics are the same when the pipeline is drained, after the last epoch; those before lag a little.
-        options |= {"method": "delayed", "order": "locked-forward"}
+        options["schedule"] = "low-staleness"
+    if method == "ddg":  # the same weights bit for bit, from stashed weights instead of graphs: ticks can be captured.
+        # Running statistics agree once the pipeline is drained, after the last epoch; before that they lag a little.
+        options |= {"method": "delayed", "schedule": "locked-forward"}
     return options
 
 
@@ -62,7 +62,7 @@ def _trial(epochs: int, model: str, method: str, modules: int, watched: bool = F
 
 
 def replay(epochs: int | None = None) -> list[Trial]:
-    """All of them; σ is measured meanwhile where four modules replay, which does not change the weights."""
+    """Return all trainings; with four modules σ is measured during training, which does not change the weights."""
     plan = []
     for model in ("resnet164-basic", "resnet101-cifar"):
         length = epochs or EPOCHS[model]
@@ -74,22 +74,22 @@ def replay(epochs: int | None = None) -> list[Trial]:
             plan += [_trial(length, model, "dni", modules) for modules in (2, 4)]
     length = epochs or EPOCHS["revnet18"]
     plan += [_trial(length, "revnet18", method, 4, watched=True) for method in ("petra", "features-replay")]
-    for model in ("resnet164-basic", "resnet101-cifar"):  # one seed does not tell
+    for model in ("resnet164-basic", "resnet101-cifar"):  # one seed is not enough
         length = epochs or EPOCHS[model]
         for seed in (1, 2):
             plan += [_trial(length, model, *kind, seed=seed) for kind in (("backprop", 1), ("features-replay", 4))]
     plan += [_trial(length, "resnet101-cifar", "features-replay", 2, seed=seed) for seed in (1, 2)]
-    for seed in (3, 4, 5):  # nor do three, where they come to 0.41 points with a standard error of 0.22
+    for seed in (3, 4, 5):  # nor are three, where they give 0.41 points with a standard error of 0.22
         kinds = (("backprop", 1), ("features-replay", 2))
         plan += [_trial(length, "resnet101-cifar", *kind, seed=seed) for kind in kinds]
     return plan
 
 
 def beginning() -> list[Trial]:
-    """The first epoch of those that are watched, σ measured at every update: theirs begins with update ``EVERY``."""
+    """Return the first epoch of the measured trainings with σ at every update; their own starts at update `EVERY`."""
     kinds = [("revnet18", "features-replay"), ("revnet18", "petra")]
     kinds += [(model, "features-replay") for model in ("resnet164-basic", "resnet101-cifar")]
-    first = {"drops": 1, "every": 1}  # at the full learning rate
+    first = {"lr_milestones": 1, "every": 1}  # at the full learning rate
     return [
         Trial(
             f"{model}-{method}-K4-beginning-s0", _options(1, model, method, 4) | first, command="fidelity", recipe=None

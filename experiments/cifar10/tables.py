@@ -1,4 +1,4 @@
-"""Tables from results, in Markdown: ours beside the papers', with what is missing or has diverged named."""
+"""Markdown tables of results next to the papers', which name what is missing or has diverged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from plans import PLANS, TABLE_4
 from replay import method_of, paper_says
-from results import DIVERGED, EVERY_SIGMA, Result, diverged, likeness
+from results import DIVERGED, EVERY_SIGMA, Result, diverged, similarity
 from trials import Trial
 
 PAPER_TABLE_2 = {  # accuracy in % on CIFAR-10 after 300 epochs: backprop on the ResNet, on the RevNet, PETRA
@@ -17,7 +17,7 @@ PAPER_TABLE_2 = {  # accuracy in % on CIFAR-10 after 300 epochs: backprop on the
     "34": (95.5, 95.3, 94.8),
     "50": (94.8, 95.2, 94.5),
 }
-PROTOTYPE = {  # accuracy in % of one seed after 30 epochs, by order and corrections
+PROTOTYPE = {  # accuracy in % of one seed after 30 epochs, by schedule and corrections
     ("backprop", ""): 92.2,
     ("lock-step", ""): 89.4,
     ("low-staleness", ""): 91.3,
@@ -28,13 +28,13 @@ PROTOTYPE = {  # accuracy in % of one seed after 30 epochs, by order and correct
 }
 NOT_RUN = "not run yet"
 EXPLODED = 10 * log(10)
-"""A training loss to be told of: ten times that of guessing among ten classes."""
+"""A training loss worth reporting: ten times that of guessing among ten classes."""
 BEGINNING = ("0", "1", "2", "3", "all")
 Known = dict[str, Result]
 
 
 def groups(plan: str) -> dict[str, list[Trial]]:
-    """The trials of a plan that differ in their seeds only, in the order of the plan."""
+    """Return the trials of a plan grouped by everything but the seed, in the order of the plan."""
     found: dict[str, list[Trial]] = {}
     for trial in PLANS[plan]:
         found.setdefault(trial.group, []).append(trial)
@@ -42,12 +42,12 @@ def groups(plan: str) -> dict[str, list[Trial]]:
 
 
 def values(trials: Sequence[Trial], known: Known, figure: str = "test_accuracy") -> list[Any]:
-    """A figure of those trials that are done and have not diverged."""
+    """Return one figure of each trial that is done and has not diverged."""
     return [known[trial.name][figure] for trial in trials if trial.name in known and not diverged(trial, known)]
 
 
 def percent(trials: Sequence[Trial], known: Known, figure: str = "test_accuracy") -> str:
-    """Mean and, of several, standard deviation of those that are done, and how many have diverged."""
+    """Return the mean and, for several, the standard deviation in %, with the number of diverged trainings."""
     found = values(trials, known, figure)
     lost = sum(diverged(trial, known) for trial in trials)
     note = DIVERGED if lost == len(trials) == 1 else f"{lost} {DIVERGED}"
@@ -68,18 +68,18 @@ CELLS = ["last epoch, %", "best after the last drop, %", "training loss", "seeds
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [list(header), ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def chosen(plan: str, model: str, known: Known) -> str | None:
-    """The group of PETRA without corrections that has the lowest training loss, of those that were trained."""
+    """Return the trained group of PETRA without corrections that has the lowest training loss."""
     found = {
         name: fmean(loss)
         for name, trials in groups(plan).items()
         if name.startswith(f"{model}-petra-")
-        and "correct" not in trials[0].options
+        and "corrections" not in trials[0].options
         and not any(diverged(trial, known) for trial in trials)
         and (loss := values(trials, known, "train_loss"))
     }
@@ -87,32 +87,32 @@ def chosen(plan: str, model: str, known: Known) -> str | None:
 
 
 def table2(known: Known) -> str:
-    """Accuracies of Table 2, and how far PETRA is from backprop on the same network."""
+    """Return Table 2 of the PETRA paper, with the gap between PETRA and backprop on the same network."""
     rows = []
     for name, trials in groups("table2").items():
         options = trials[0].options
         model, k = options["model"], options["accumulate"]
         place = 2 if options["method"] == "petra" else model.startswith("revnet")
         batch = f"{options.get('batch_size', 64)}" + (f" × {k}" if k > 1 else "")
-        how = f"PETRA, {options['order']}, k = {k}" if options["method"] == "petra" else f"backprop, batch {batch}"
-        how += f", {options['correct']}" if "correct" in options else ""
+        how = f"PETRA, {options['schedule']}, k = {k}" if options["method"] == "petra" else f"backprop, batch {batch}"
+        how += f", {options['corrections']}" if "corrections" in options else ""
         how += " (lowest training loss)" if name == chosen("table2", model, known) else ""
         first, backprop = next(pair for pair in groups("table2").items() if pair[0].startswith(f"{model}-backprop-k1"))
         ours, theirs = values(trials, known), values(backprop, known)
         gap = f"{100 * (fmean(ours) - fmean(theirs)):+.2f}" if ours and theirs and name != first else ""
         rows.append([model, how, *_cells(trials, known), gap, f"{PAPER_TABLE_2[model[-2:]][place]}"])
-    return markdown(["network", "method", *CELLS, "to its backprop", "paper (300 epochs)"], rows)
+    return markdown(["network", "method", *CELLS, "gap to its backprop", "paper (300 epochs)"], rows)
 
 
 def full(known: Known) -> str:
-    """The one training of the paper's full length."""
+    """Return the table of the one training with the paper's number of epochs."""
     trials = PLANS["full"]
     k = f"k = {trials[0].options['accumulate']}"
     return markdown(["PETRA, RevNet-18, 300 epochs", *CELLS, "paper"], [[k, *_cells(trials, known), "94.9"]])
 
 
 def figure4(known: Known) -> str:
-    """Figure 4 as numbers: means over the epochs after the last drop, at most ten of them."""
+    """Return Figure 4 as numbers: means over the epochs after the last drop, at most ten of them."""
     rows = []
     for k in (1, 2, 4, 8, 16, 32):
         pair = [
@@ -126,7 +126,7 @@ def figure4(known: Known) -> str:
 
 
 def table4(known: Known) -> str:
-    """Which approximation costs what."""
+    """Return Table 4: the cost of each approximation."""
     rows = []
     for method, (delayed, inputs, weights, paper) in TABLE_4.items():
         cells = []
@@ -141,34 +141,34 @@ def table4(known: Known) -> str:
 
 
 def corrections(known: Known) -> str:
-    """What each plug-in is worth without accumulation."""
+    """Return the effect of each correction without accumulation."""
     backprop = values(next(iter(groups("corrections").values())), known)
     rows = []
     for trials in groups("corrections").values():
         options = trials[0].options
-        key = (options.get("order", "backprop"), options.get("correct", ""))
+        key = (options.get("schedule", "backprop"), options.get("corrections", ""))
         momentum = options.get("momentum")
         ours = values(trials, known)
         gap = f"{100 * (fmean(ours) - fmean(backprop)):+.2f}" if ours and backprop and key[0] != "backprop" else ""
         name = f"PETRA, {key[0]}" if key[0] != "backprop" else "backprop"
         name += f", momentum {momentum}" if momentum else ""
         name += ", without Nesterov" if "no_nesterov" in options else ""
-        name += f", {options['messages']} messages" if "messages" in options else ""
-        other = momentum or "no_nesterov" in options or "messages" in options
+        name += f", {options['comm_dtype']} messages" if "comm_dtype" in options else ""
+        other = momentum or "no_nesterov" in options or "comm_dtype" in options
         prototype = "" if other else str(PROTOTYPE.get(key, ""))
         rows.append([name, key[1] or "–", *_cells(trials, known), gap, prototype])
-    return markdown(["", "corrections", *CELLS, "to backprop", "prototype"], rows)
+    return markdown(["", "corrections", *CELLS, "gap to backprop", "prototype"], rows)
 
 
 def fidelity(known: Known) -> str:
-    """Cosines of the whole training, of the first and of the last reversible stage."""
+    """Return mean cosines over the training for the first, a middle and the last reversible stage."""
     rows = []
     names = ("cosine", "delayed_cosine", "cosine_to_delayed", "norm_ratio", "norm_ratio_to_delayed")
     for trial in PLANS["fidelity"]:
         for stage in (1, 4, 8):
             cells = [NOT_RUN] * len(names)
             if trial.name in known:
-                own = [row for row in likeness(known[trial.name]) if row["stage"] == stage]
+                own = [row for row in similarity(known[trial.name]) if row["stage"] == stage]
                 found = [[row[name] for row in own if row[name] is not None] for name in names]
                 cells = [f"{fmean(v):.3f}" if v else "" for v in found]
             rows.append([_named(trial, known), str(stage), *cells])
@@ -181,7 +181,7 @@ def _named(trial: Trial, known: Known) -> str:
 
 
 def replay(known: Known) -> str:
-    """Table 2 of the Features Replay paper, and σ of its Figure 3 as numbers."""
+    """Return Table 2 of the Features Replay paper, and σ of its Figure 3 as numbers."""
     rows = []
     for trial in PLANS["replay"]:
         options = trial.options
@@ -189,7 +189,7 @@ def replay(known: Known) -> str:
         cells = _errors(trial, backprop, known)
         what = [options["model"], method_of(trial), str(options["stages"]), str(trial.seed)]
         rows.append([*what, *cells[:3], paper_says(trial), cells[3]])
-    header = ["network", "method", "K", "seed", "best test error", "last", "against backprop", "paper, best", "epochs"]
+    header = ["network", "method", "K", "seed", "best test error", "last", "gap to backprop", "paper, best", "epochs"]
     return markdown(header, rows) + "\n\n" + _sigmas([t for t in PLANS["replay"] if t.watched], known)
 
 
@@ -198,7 +198,7 @@ def _is_backprop(trial: Trial, model: str, seed: int) -> bool:
 
 
 def _errors(trial: Trial, backprop: Trial, known: Known) -> list[str]:
-    """Best and last test error, the best beside that of backprop, and after how many epochs."""
+    """Best and last test error, the gap of the best to backprop's, and the number of epochs."""
     if trial.name not in known:
         return [NOT_RUN, "", "", ""]
     result = known[trial.name]
@@ -233,14 +233,14 @@ def _sigma(row: dict[str, float | None] | None) -> str:
 
 
 def beginning(known: Known) -> str:
-    """σ at every update of a first epoch that has a gradient, of each module and of all together."""
+    """Return σ at every update of a first epoch that has a gradient, of each module and of all together."""
     rows = []
     for trial in PLANS["beginning"]:
         sigmas = known.get(trial.name, {}).get(EVERY_SIGMA, {})
         cells = [_lowest(sigmas.get(of)) for of in BEGINNING] if trial.name in known else [NOT_RUN] * len(BEGINNING)
         rows.append([_named(trial, known), *cells])
     header = [f"module {of}" if of != "all" else of for of in BEGINNING]
-    return markdown(["σ: mean (lowest; how many not above 0)", *header], rows)
+    return markdown(["σ: mean (lowest; number not above 0)", *header], rows)
 
 
 def _lowest(sigmas: list[float | None] | None) -> str:

@@ -1,4 +1,4 @@
-"""A training as a command line of petra, and a guess at what it costs."""
+"""A training as a Petra command line, with an estimate of its cost."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 IMAGES_PER_SECOND = 28_000
-"""What two captured trainings of a RevNet-18 came to together on an H200, about."""
+"""Approximate throughput of two concurrent, captured trainings of RevNet-18 on an H200, together."""
 MEASUREMENT_SECONDS = 0.2
-"""A guess at what a comparison of gradients adds: ticks that a watched micro-batch has a part in are not replayed. Of
-trainings that ran side by side, those with 29 comparisons took no longer than those without."""
+"""Estimated cost of one comparison of gradients: ticks in which a measured micro-batch takes part are not captured. Of
+trainings that ran concurrently, those with 29 comparisons took no longer than those without."""
 COST = {"revnet18": 1.0, "resnet18": 1.0, "revnet34": 1.9, "resnet34": 1.9, "revnet50": 3.0, "resnet50": 3.0}
 COST |= {"resnet164-basic": 2.1, "resnet101-cifar": 3.2}
-"""What a sample costs, about, in units of RevNet-18. The last two are 3.8 seconds an epoch, worked out from
-five trainings side by side, and 5.7, from 4.5 that a backprop's ticks take and a third more for other methods."""
+"""Approximate cost of a sample relative to RevNet-18. The last two correspond to 3.8 seconds per epoch, computed from
+five concurrent trainings, and 5.7, from 4.5 for the ticks of backprop and a third more for other methods."""
 
 SMOKE = {"data": "digits", "width": 4, "epochs": 2}
 SMOKE_OF_RECIPE = {"warmup_epochs": 1, "batch_size": 512, "lr": 0.01}
-SMOKE_WITHOUT = {"depths": "1,1"}  # those that have a recipe need the layers for their stages
+SMOKE_WITHOUT_RECIPE = {"depths": "1,1"}  # those with a recipe need the layers for their stages
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: a name, and options of `petra train` over those of a recipe, or all of them."""
+    """One training: its name and its options of `petra train`, on top of those of a recipe if it has one."""
 
     name: str
     options: dict[str, Any]
@@ -32,30 +32,30 @@ class Trial:
 
     @property
     def group(self) -> str:
-        """The name without the seed: runs of the same group are averaged."""
+        """The name without the seed; trainings of the same group are averaged."""
         return self.name.rpartition("-s")[0]
 
     @property
     def watched(self) -> bool:
-        """Whether gradients are compared meanwhile."""
+        """True if gradients are compared during training."""
         return self.command == "fidelity"
 
     @property
     def seconds(self) -> float:
-        """A guess at the GPU's time."""
+        """Estimated GPU time."""
         images = self.options["epochs"] * 50_000
         measurements = images / self.options["batch_size"] / self.options["every"] if self.watched else 0
         cost = COST[self.options["model"]]
         return float(cost * (images / IMAGES_PER_SECOND + measurements * MEASUREMENT_SECONDS))
 
     def arguments(self) -> list[str]:
-        """For the command line of petra, without data, device and folder."""
+        """Return the arguments of the Petra command line, without data, device and folder."""
         found = [self.command, *(["--recipe", self.recipe] if self.recipe else []), "--seed", str(self.seed)]
         for name, value in self.options.items():
             found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         return found
 
     def smoke(self) -> Trial:
-        """The same, tiny, on digits."""
-        options = {**self.options, **SMOKE, **(SMOKE_OF_RECIPE if self.recipe else SMOKE_WITHOUT)}
+        """Return a tiny version of this training on digits."""
+        options = {**self.options, **SMOKE, **(SMOKE_OF_RECIPE if self.recipe else SMOKE_WITHOUT_RECIPE)}
         return replace(self, options={**options, "every": 1} if self.watched else options)

@@ -1,12 +1,12 @@
-"""Reversible transformers against their plain twins: the same data, epochs and seed, the same parameters.
+"""Reversible transformers compared with their plain twins: the same parameters, data, epochs and seed.
 
     python experiments/twins/run.py vit --data path/to/cifar10 --epochs 30
     python experiments/twins/run.py roberta --data path/to/sst2 --seeds 0 1 2 3
     python experiments/twins/run.py gpt --data text:input.txt
 
 Trains the reversible network with reversible backprop and its twin with backprop, prints test accuracy and loss of the
-last and of the best epoch, and writes them into results/ beside this file. Options that are not listed here are those
-of `petra train`. A run that was interrupted goes on, one that is done is read, and one with other options is refused.
+last and of the best epoch, and writes them into the folder results next to this file. Other options go to `petra
+train`. An interrupted run is resumed, a finished one is read, and one with other options is rejected.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from statistics import fmean
 from typing import Any
 
 from petra.cli.main import main as petra
-from petra.tables import render
+from petra.formatting import render
 
 PAIRS = {
     "vit": ("rev-vit-cifar10", "rev-vit-s"),
     "roberta": ("sst2", "rev-roberta-small"),
     "gpt": ("tiny-shakespeare", "rev-gpt"),
 }
-"""The recipe of each, and its reversible network."""
+"""The recipe and the reversible network of each pair."""
 
 
 def train(recipe: str, model: str, method: str, seed: int, folder: Path, given: list[str]) -> dict[str, Any]:
-    """What one training came to; a run that is there already is continued, which refuses other options."""
+    """Return the result of one training; an existing run is resumed, which rejects other options."""
     there = ["--resume"] if (folder / "checkpoint").exists() else []
     arguments = ["--recipe", recipe, "--model", model, "--method", method, "--stages", "1", "--seed", str(seed)]
     if petra(["train", *arguments, *given, "--out", str(folder), *there]):
@@ -46,7 +46,7 @@ def train(recipe: str, model: str, method: str, seed: int, folder: Path, given: 
 
 
 def main() -> None:
-    """Train both of a pair and compare them."""
+    """Train both networks of a pair and compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", choices=PAIRS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

@@ -1,0 +1,64 @@
+"""Benchmarks: smoke runs store nothing, mistakes in options are reported, and the theory agrees with the engine."""
+
+import sys
+
+import pytest
+import torch
+from helpers.scripts import import_scripts
+from torch import nn
+
+from petra import Trainer
+
+
+@pytest.mark.parametrize("name", ["run", "sharing"])
+def test_a_smoke_run_of_the_tick_stores_nothing(name, tmp_path, monkeypatch):
+    (module,) = import_scripts("benchmarks/tick", name)
+    for measured, found in (("processes", 1.0), ("streams", 1.0), ("measure", []), ("show", "")):
+        if hasattr(module, measured):
+            monkeypatch.setattr(module, measured, lambda *given, found=found: found)
+    out = tmp_path / "out" if name == "run" else tmp_path / "out" / "sharing.json"
+    for arguments, stored in ((["--smoke"], False), (["--device", "cpu"], True)):
+        monkeypatch.setattr(sys, "argv", [name, *arguments, "--out", str(out)])
+        module.main()
+        assert out.exists() == stored
+
+
+def test_too_few_updates_for_a_prediction_are_reported(tmp_path, monkeypatch, capsys):
+    (module,) = import_scripts("benchmarks/prediction", "run")
+    few = ["--model", "revnet18", "--width", "2", "--depths", "1", "--data", "synthetic:1x8x8:2:8", "--epochs", "1"]
+    for arguments, words in ((few, "fewer updates"), ([*few, "--data", "nowhere"], "no data set or folder 'nowhere'")):
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments, "--quiet", "--device", "cpu", "--out", str(tmp_path)])
+        with pytest.raises(SystemExit, match="2"):
+            module.main()
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("corrections", ["none", "predict,inertia:4", "coast"])
+def test_the_theory_of_stability_describes_the_engine(corrections):
+    n, k, m, curvature, updates = 5, 2, 0.8, 0.7, 12
+    weight = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    before = weight.weight.item()
+    trainer = Trainer(
+        nn.Sequential(weight, nn.Identity()),
+        method="checkpointed",
+        stages=2,
+        schedule=(n, 0),
+        accumulate=k,
+        loss=lambda y, target: curvature * y.square().sum() / 2,
+        optimizer=lambda p: torch.optim.SGD(p, 1 - m, momentum=m, nesterov=True),
+        corrections=[] if corrections == "none" else corrections.split(","),
+    )
+    for _ in range(updates * k):
+        trainer.step(*torch.ones(2, 1, 1, dtype=torch.float64))
+    trainer.drain()
+    (stability,) = import_scripts("benchmarks/prediction", "stability")
+    update = stability.update_map(curvature, n, k, m, corrections, True)
+    state = torch.tensor([before] * (len(update) // 2) + [0.0] * (len(update) // 2), dtype=torch.float64)
+    assert weight.weight.item() == pytest.approx((torch.linalg.matrix_power(update, updates) @ state)[0].item())
+
+
+def test_modules_of_the_same_name_in_two_folders_do_not_clash():
+    (tick,) = import_scripts("benchmarks/tick", "run")
+    (memory,) = import_scripts("benchmarks/memory", "run")
+    assert tick.__file__ != memory.__file__
+    assert "run" not in sys.modules
