@@ -17,7 +17,7 @@ from petra.cli.options import set_up_device
 from petra.cudagraph import TickCapture
 from petra.data import Batches, load_data
 from petra.distributed import run_together
-from petra.reversible.streams import channels_last, laid_out_like, ordered
+from petra.reversible.streams import channels_last, laid_out_like, with_layout
 
 LAST = torch.channels_last
 
@@ -207,11 +207,11 @@ def test_a_state_of_the_other_layout_is_taken_up():
 def test_ordered_has_the_same_values_and_one_layout_for_each_shape(schedule, shape, halved, last):
     x = torch.arange(float(torch.Size(shape).numel())).view(shape).permute(schedule)
     x = x[:, : (x.shape[1] + 1) // 2] if halved else x
-    found = ordered(x, last)
+    found = with_layout(x, last)
     assert torch.equal(found, x)
     assert found.is_contiguous(memory_format=LAST if last else torch.contiguous_format)
-    assert found.stride() == ordered(torch.empty(x.shape), last).stride()
-    assert ordered(found, last) is found
+    assert found.stride() == with_layout(torch.empty(x.shape), last).stride()
+    assert with_layout(found, last) is found
 
 
 def test_batches_come_in_the_layout():
