@@ -12,7 +12,7 @@ from helpers.replicas import train_replicas
 pytestmark = pytest.mark.slow
 
 WHOLE = ("petra", "checkpointed", "delayed")
-FEWER = ("petra-stashed", "backprop", "reversible", "gpipe", "1f1b")
+FEWER = ("petra-stashed", "backprop", "reversible")
 CASES = [
     {"options": {"method": method, "stages": 4, "accumulate": k, **schedule}, "ticks": 18 if method in FEWER else TICKS}
     for k in (1, 2)
@@ -24,13 +24,17 @@ CASES = [
         ("petra-stashed", {"schedule": "low-staleness"}),
         ("backprop", {}),
         ("reversible", {}),
-        ("gpipe", {}),
-        ("1f1b", {}),
+        ("backprop", {"schedule": "gpipe"}),
+        ("backprop", {"schedule": "1f1b"}),
+        ("reversible", {"schedule": "gpipe"}),
+        ("reversible", {"schedule": "1f1b"}),
+        ("petra", {"schedule": "flush:2"}),
+        ("petra", {"flush_until": 3}),
         ("features-replay", {}),
         ("ddg", {}),
         ("dni", {}),
     ]
-    if k == 1 or method not in ("backprop", "reversible", "ddg", "dni")  # where k does not affect messages
+    if k == 1 or schedule or method not in ("backprop", "reversible", "ddg", "dni")  # k does not affect messages
 ]
 CASES.append({"options": {"method": "petra", "stages": 4, "comm_dtype": "bf16"}})
 SCATTERED = {2: [0, 1, 0, 1], 4: [2, 0, 1, 3]}
@@ -49,7 +53,7 @@ def cases_of(world):
         case
         for case in CASES
         if case["options"]["method"] in WHOLE
-        or case["options"].get("accumulate", 1) == (2 if case["options"]["method"] in twice else 1)
+        or case["options"].get("accumulate", 1) == (2 if case["options"].get("schedule") in twice else 1)
     ]
 
 

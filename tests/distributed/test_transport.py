@@ -25,7 +25,7 @@ from petra.schedule import Action, Deadlock, Kind
 pytestmark = pytest.mark.slow
 
 TICKS = 14
-METHODS = ["petra", "delayed", "checkpointed", "1f1b", "reversible"]
+METHODS = ["petra", "delayed", "checkpointed", "backprop 1f1b", "reversible 1f1b", "reversible"]
 
 
 def train(transport=None, ticks=TICKS, **options):
@@ -56,14 +56,13 @@ def layouts(draw):
 
 
 @settings(max_examples=10)
-@given(
-    layouts(), st.integers(1, 3), st.sampled_from(["petra", "delayed", "checkpointed", "1f1b", "reversible"]), st.data()
-)
+@given(layouts(), st.integers(1, 3), st.sampled_from(METHODS), st.data())
 def test_any_placement_gives_the_bits_of_one_process(layout, k, method, data):
     sizes, placement = layout
-    options = {"method": method, "stages": sizes, "accumulate": k}
-    if method not in ("1f1b", "reversible"):
-        options["schedule"] = data.draw(st.sampled_from(["lock-step", "low-staleness"]))
+    method, _, schedule = method.partition(" ")
+    options = {"method": method, "stages": sizes, "accumulate": k, "schedule": schedule or None}
+    if method not in ("backprop", "reversible"):
+        options["schedule"] = data.draw(st.sampled_from(["lock-step", "low-staleness", "1f1b", "flush:2"]))
         options["comm_dtype"] = data.draw(st.sampled_from([None, torch.bfloat16]))
     expected = train(**options)
     ranks = max(placement) + 1

@@ -56,10 +56,11 @@ def assert_close(a, b):
 
 @pytest.mark.parametrize(
     ("method", "stages"),
-    [("petra", 6), ("petra", 2), ("reversible", 6), ("backprop", 2), ("delayed", 6), ("gpipe", 2)],
+    [("petra", 6), ("petra", 2), ("reversible", 6), ("backprop", 2), ("delayed", 6), ("backprop gpipe", 2)],
 )
 def test_training_is_the_same(method, stages):
-    options = {"method": method, "stages": stages, "accumulate": 2}
+    method, _, schedule = method.partition(" ")
+    options = {"method": method, "stages": stages, "accumulate": 2, "schedule": schedule or None}
     plain = trained(network(), **options)
     assert_close(plain, trained(network().to(memory_format=LAST), **options))
 

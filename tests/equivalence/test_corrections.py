@@ -469,7 +469,8 @@ def test_parameters_without_momentum_or_gradient():
     ("names", "options", "message"),
     [
         (["predict"], {"method": "backprop"}, "backprop has no staleness to correct: leave predict out"),
-        (["shrink"], {"method": "1f1b"}, "1f1b has no staleness"),
+        (["shrink"], {"method": "petra", "schedule": "1f1b"}, "1f1b has no staleness"),
+        (["shrink"], {"method": "reversible", "schedule": "1f1b"}, "reversible has no staleness"),
         (["discrepancy"], {"method": "delayed"}, "the backward of delayed uses the weights of its forward"),
         (["discrepancy"], {"method": "petra-stashed"}, "leave it out, or choose petra or checkpointed"),
         (["predict", "discrepancy"], {}, "choose one of them"),

@@ -305,10 +305,13 @@ def test_a_loss_that_is_no_number_is_refused():
         trainer.step(*next(iter(batches(1))))
 
 
-@pytest.mark.parametrize("method", ["petra", "features-replay", "gpipe", "backprop"])
-def test_the_memory_of_a_batch_may_be_used_for_the_next_one(method):
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [("petra", None), ("features-replay", None), ("backprop", "gpipe"), ("reversible", "1f1b"), ("backprop", None)],
+)
+def test_the_memory_of_a_batch_may_be_used_for_the_next_one(method, schedule):
     data = list(batches(5))
-    plain, reusing = (make(mixed_network(), method=method, stages=3, accumulate=2) for _ in range(2))
+    plain, reusing = (make(mixed_network(), method=method, schedule=schedule, stages=3, accumulate=2) for _ in range(2))
     reusing.network.load_state_dict(plain.network.state_dict())
     x, y = (torch.empty_like(t) for t in data[0])
     for inputs, targets in data:

@@ -77,12 +77,12 @@ def test_sequential_methods_equal_the_reference(method, stages, k):
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
-def test_synchronous_pipelines_equal_backprop(method, stages, k):
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_synchronous_pipelines_equal_backprop(schedule, stages, k):
     torch.manual_seed(0)
     network = mixed_network()
     twin = copy.deepcopy(network)
-    trainer = make_trainer(network, method=method, stages=stages, accumulate=k)
+    trainer = make_trainer(network, method="backprop", schedule=schedule, stages=stages, accumulate=k)
     plain = make_trainer(twin, method="backprop", accumulate=k)
     data = list(batches(TICKS))
     for i, (x, y) in enumerate(data):

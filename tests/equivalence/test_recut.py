@@ -287,11 +287,13 @@ def test_memory_is_measured_again_for_other_stages(half_way, tmp_path):
     assert len(resumed(half_way, tmp_path, stages=2)()["memory_bytes"]) == 2
 
 
-@pytest.mark.parametrize("method", ["petra", "gpipe"])
+@pytest.mark.parametrize(
+    ("method", "schedule"), [("petra", None), ("backprop", "gpipe"), ("petra", "flush:2"), ("reversible", "1f1b")]
+)
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_memory_is_measured_with_a_full_pipeline_and_an_update(tmp_path, method, accumulate):
+def test_memory_is_measured_with_a_full_pipeline_and_an_update(tmp_path, method, schedule, accumulate):
     """A group of gpipe is done in one tick, and in the others nothing is there to be measured."""
-    run = make(tmp_path / "run", method=method, accumulate=accumulate)
+    run = make(tmp_path / "run", method=method, schedule=schedule, accumulate=accumulate)
     tick = run._probed_tick()
     actions = [action for phase in run.trainer.schedule.tick(tick, tick + 1) for action in phase]
     assert {action.stage for action in actions if action.kind is Kind.BACKWARD} == {0, 1, 2, 3}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.captures import assert_same, assert_same_results, data, dropping, fused, step, tiny, warming
+from helpers.captures import assert_same, assert_same_results, data, dropping, pair, step, tiny
 from helpers.operation_capture import OperationCapture
 from helpers.trainers import make
 from hypothesis import given, settings
@@ -23,15 +23,6 @@ from petra.measure import Fidelity
 from petra.trainer.validation import make_graph_capture
 
 pytestmark = pytest.mark.slow
-
-
-def pair(network=None, **options):
-    """The same trainer twice, the second with ticks that are replayed."""
-    network = tiny() if network is None else network
-    options = {"optimizer": fused, "scheduler": warming, "stages": 4, **options}
-    plain, replaying = (make(copy.deepcopy(network), **options) for _ in range(2))
-    replaying.executor.capture = TickCapture(replaying.executor, OperationCapture())
-    return plain, replaying
 
 
 @pytest.mark.parametrize(
@@ -336,7 +327,8 @@ def test_a_loss_that_is_not_a_number_is_found_a_little_later():
     ("options", "reason"),
     [
         ({"method": "delayed", "accumulate": 2}, "weight stash"),
-        ({"method": "gpipe", "accumulate": 2}, "empties the pipeline"),
+        ({"method": "backprop", "schedule": "1f1b", "accumulate": 2}, "keeps autograd graphs"),
+        ({"method": "delayed", "schedule": "flush:2"}, "where the pipeline is flushed, the weight stash"),
         ({"method": "ddg"}, "keeps autograd graphs"),
         ({"method": "dni"}, "the optimizer of a synthesizer is not fused"),
         ({"method": "delayed", "corrections": ["predict"]}, "predicted weights"),

@@ -1,8 +1,13 @@
 """Networks, data and comparisons for tests of captured ticks."""
 
+import copy
+
 import torch
 
+from helpers.operation_capture import OperationCapture
+from helpers.trainers import make
 from petra import models
+from petra.cudagraph import TickCapture
 
 
 def fused(parameters):
@@ -20,6 +25,15 @@ def dropping(optimizer):
 def tiny(**options):
     torch.manual_seed(0)
     return models.create("revnet18", width=2, depths=(2, 2), in_channels=3, num_classes=4, **options)
+
+
+def pair(network=None, **options):
+    """The same trainer twice, the second with ticks that are captured."""
+    network = tiny() if network is None else network
+    options = {"optimizer": fused, "scheduler": warming, "stages": 4, **options}
+    plain, captured = (make(copy.deepcopy(network), **options) for _ in range(2))
+    captured.executor.capture = TickCapture(captured.executor, OperationCapture())
+    return plain, captured
 
 
 def assert_same(plain, replaying):

@@ -10,7 +10,9 @@ from petra.schedule import (
     AsyncSchedule,
     Deadlock,
     DecoupledSchedule,
+    FlushEverySchedule,
     GPipeSchedule,
+    InterleavedSchedule,
     Kind,
     LockedForwardSchedule,
     OneFOneBSchedule,
@@ -27,16 +29,27 @@ from petra.schedule import (
 
 small = st.integers(1, 6)
 schedules = st.one_of(
-    *(
-        st.builds(make, small, small)
-        for make in (lock_step, low_staleness, SequentialSchedule, GPipeSchedule, OneFOneBSchedule)
-    ),
+    *(st.builds(make, small, small) for make in (lock_step, low_staleness, SequentialSchedule, GPipeSchedule)),
     *(st.builds(make, small, small) for make in (LockedForwardSchedule, DecoupledSchedule)),
     st.builds(low_staleness, small, small, st.floats(0, 2)),
     st.builds(  # any numbers in flight that decrease from stage to stage
         lambda steps, k: AsyncSchedule([sum(steps[i:]) for i in range(len(steps) + 1)], k),
         st.lists(st.integers(1, 4), max_size=5),
         small,
+    ),
+)
+
+
+constant = schedules  # between forward and backward are as many ticks as `staleness` says
+schedules |= st.one_of(
+    st.builds(OneFOneBSchedule, small, small),
+    st.builds(InterleavedSchedule, st.integers(1, 3).map(lambda ranks: 2 * ranks), small),
+    st.builds(InterleavedSchedule, st.integers(1, 3).map(lambda ranks: 3 * ranks), small, st.just(3)),
+    st.builds(
+        FlushEverySchedule,
+        st.one_of(st.builds(lock_step, small, small), st.builds(low_staleness, small, small)),
+        st.one_of(st.none(), st.integers(1, 3)),
+        st.integers(0, 3),
     ),
 )
 
@@ -53,7 +66,7 @@ def test_every_schedule_is_valid_and_loses_nothing(schedule, microbatches):
         assert updates[-1] == microbatches - 1
 
 
-@given(schedules, st.integers(1, 14))
+@given(constant, st.integers(1, 14))
 def test_staleness_is_what_the_schedule_says(schedule, microbatches):
     for stage, found in enumerate(ScheduleTable.of(schedule, microbatches).staleness()):
         assert set(found) == {schedule.staleness(stage)}
@@ -128,6 +141,62 @@ def test_one_forward_one_backward_literally():
         "0F0 0F1 0B0 0F2 0B1 0B2 0U2",
         "1F0 1B0 1F1 1B1 1F2 1B2 1U2",
     ]
+
+
+@given(small, small, st.integers(1, 20))
+def test_a_flush_after_every_update_is_1f1b(stages, k, microbatches):
+    """The actions of each stage, compared with the definition: J-1-s forwards, then forward and backward in turn."""
+    for stage, program in enumerate(ScheduleTable.of(OneFOneBSchedule(stages, k), microbatches).programs):
+        expected = []
+        for start in range(0, microbatches, k):
+            group = range(start, min(start + k, microbatches))
+            warmup = min(len(group), stages - 1 - stage)
+            expected += [f"{stage}F{m}" for m in group[:warmup]]
+            for m in group:
+                expected += [f"{stage}F{m + warmup}"] if m + warmup in group else []
+                expected.append(f"{stage}B{m}")
+            expected.append(f"{stage}U{group[-1]}")
+        assert [str(action) for action in program] == expected
+
+
+@given(small, small, st.integers(1, 3), st.integers(0, 3), st.integers(1, 14))
+def test_exact_schedules_never_update_between_forward_and_backward(stages, k, every, until, microbatches):
+    schedules = [OneFOneBSchedule(stages, k), GPipeSchedule(stages, k), InterleavedSchedule(2 * stages, k)]
+    schedules += [SequentialSchedule(stages, k), FlushEverySchedule(low_staleness(stages, k), every, until)]
+    for schedule in schedules:
+        for stage, program in enumerate(ScheduleTable.of(schedule, microbatches).programs):
+            updates, before = 0, {}
+            for action in program:
+                if action.kind is Kind.FORWARD:
+                    before[action.microbatch] = updates
+                elif action.kind is Kind.UPDATE:
+                    updates += 1
+                else:
+                    delay = updates - before[action.microbatch]
+                    assert delay <= schedule.staleness(stage)
+                    if schedule.exact or updates < until:
+                        assert delay == 0
+                        assert schedule.delay(stage, updates) == 0
+
+
+@given(schedules, st.integers(0, 30), st.integers(0, 30))
+def test_ticks_at_the_same_position_are_the_same(schedule, one, other):
+    def relative(index):
+        return [[(a.stage, a.kind, a.microbatch - index) for a in phase] for phase in schedule.tick(index, index + 1)]
+
+    if schedule.position(one) == schedule.position(other):
+        assert relative(one) == relative(other)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_interleaving_divides_the_bubble(ranks, per_rank, rounds):
+    """With forward and backward of equal length, ranks wait for 2(R-1) actions of a stage, which is 1/V as long."""
+    schedule = InterleavedSchedule(ranks * per_rank, ranks * rounds, per_rank)
+    programs = schedule._programs(ranks * rounds)
+    phases = lay_out(programs, schedule.stages)
+    assert len(phases) == 2 * per_rank * ranks * rounds + 2 * (ranks - 1)
+    for rank, program in enumerate(programs):
+        assert {action.stage for action in program} == {s for s, r in enumerate(schedule.placement) if r == rank}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from petra.runs.run import Run
 from petra.runs.run_folder import CHECKPOINTS, CONFIG, check_no_run, check_not_file
 from petra.runs.run_options import TRAINING
 from petra.runs.weight_files import check_weights
+from petra.trainer.schedules import accepts
 
 DIVERGED = "diverged"
 """Marks a diverged method in the table; key of its error in comparison.json."""
@@ -83,7 +84,9 @@ def run(options: argparse.Namespace) -> None:
     configs = []
     for name in names:
         method = methods.find(name)
-        others: dict[str, Any] = {} if method.pipelined else {"schedule": None}
+        others: dict[str, Any] = {}
+        if options.schedule is not None and not accepts(method, options.schedule):
+            others["schedule"] = None
         if not method.stale:
             others["corrections"] = ()
         configs.append(RunConfig.from_options(options.recipe, {**asked, "method": name, **others}))

@@ -22,6 +22,7 @@ from petra.runs.run_folder import check_not_file
 from petra.runs.run_options import TRAINING, RunOptions
 from petra.trainer import Trainer
 from petra.trainer.loss import cross_entropy
+from petra.trainer.schedules import accepts
 
 
 @dataclass(kw_only=True)
@@ -89,7 +90,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace, method: str, stages: int) -> PlanConfig:
-    schedule = options.schedule if methods.find(method).pipelined else None
+    asked = options.schedule
+    schedule = asked if asked is not None and accepts(methods.find(method), asked) else None
     others = {"ranks": 1, "accumulate": 1, "memory_limit": None, "ticks": 1, "no_run": True}
     return PlanConfig.from_options(
         argparse.Namespace(**{**vars(options), **others, "method": method, "schedule": schedule, "stages": stages})

@@ -29,6 +29,8 @@ from petra.runs.option_fields import (
 )
 from petra.runs.recipes import RECIPES
 from petra.runs.run_options import CHECKPOINTS, MODEL, PROCESSES, TRAINING
+from petra.schedule import find_schedule
+from petra.trainer.schedules import accepts
 
 __all__ = [
     "add_checkpoint_options",
@@ -277,10 +279,12 @@ def spell_options(options: Mapping[str, Any]) -> list[str]:
 def reject_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
     """Raise ValueError if a schedule or corrections were given, and none of these methods takes them."""
     found, verb = [find(name) for name in names], "have" if len(names) > 1 else "has"
-    if options.schedule is not None and not any(method.pipelined for method in found):
+    if options.schedule is not None and not any(accepts(method, options.schedule) for method in found):
+        schedule = find_schedule(options.schedule, 4) if isinstance(options.schedule, str) else None
         raise ValueError(
-            f"--schedule is given, but {' and '.join(names)} {verb} one schedule only: "
-            "leave it out, or add a pipelined method such as petra"
+            f"--schedule is {spell(options.schedule)}, which {' and '.join(names)} cannot use: leave it out, "
+            + ("" if schedule is not None and schedule.exact else "choose gpipe, 1f1b or interleaved, ")
+            + "or add a pipelined method such as petra"
         )
     if getattr(options, "corrections", None) and not any(method.stale for method in found):
         raise ValueError(

@@ -10,11 +10,20 @@ from typing import Any
 
 from petra import methods
 from petra.cli.options import add_options
-from petra.formatting import unknown
 from petra.methods import METHODS
 from petra.runs.option_fields import check_values, like, option, schedule_option
 from petra.runs.run_options import RunOptions
-from petra.schedule import SCHEDULES, PipelineSchedule, ScheduleTable, check_schedule, draw, draw_svg
+from petra.schedule import (
+    SCHEDULES,
+    FlushEverySchedule,
+    InterleavedSchedule,
+    PipelineSchedule,
+    ScheduleTable,
+    check_schedule,
+    draw,
+    draw_svg,
+    find_schedule,
+)
 from petra.trainer.schedules import choose_schedule
 
 DEFAULT = "low-staleness"
@@ -63,7 +72,9 @@ def run(options: argparse.Namespace) -> None:
     check_values(ScheduleOptions, vars(options))
     schedule = _schedule(options)
     table = ScheduleTable.of(schedule, options.microbatches)
-    check_schedule(table, [schedule.staleness(stage) for stage in range(schedule.stages)])
+    staleness = [schedule.staleness(stage) for stage in range(schedule.stages)]
+    flushed = isinstance(schedule, FlushEverySchedule | InterleavedSchedule)  # and filled again: it is not constant
+    check_schedule(table, None if flushed else staleness)
     if options.svg is not None:
         counts = f"{schedule.stages} stages, {options.microbatches} micro-batches"
         updates = "" if schedule.accumulate == 1 else f", an update every {schedule.accumulate}"
@@ -72,9 +83,12 @@ def run(options: argparse.Namespace) -> None:
     elif options.text:
         print(table)
     else:
-        staleness = ", ".join(str(schedule.staleness(stage)) for stage in range(schedule.stages))
         print(draw(table))
-        print(f"\n{schedule.name}: ticks between forward and backward, stage by stage: {staleness}")
+        if schedule.exact:
+            print(f"\n{schedule.name}: no weight changes between a forward and its backward")
+        else:
+            found = ", ".join(map(str, staleness))
+            print(f"\n{schedule.name}: ticks between forward and backward, stage by stage: {found}")
     sys.stdout.flush()
 
 
@@ -84,8 +98,5 @@ def _schedule(options: argparse.Namespace) -> PipelineSchedule:
     if options.method is not None:
         return choose_schedule(methods.find(options.method), options.stages, options.accumulate, name)
     if name is None or isinstance(name, str):
-        name = name or DEFAULT
-        if name not in SCHEDULES:
-            raise unknown("schedule", name, SCHEDULES)
-        return SCHEDULES[name](options.stages, options.accumulate)
+        return find_schedule(name or DEFAULT, options.stages, options.accumulate)
     return choose_schedule(METHODS["petra"], options.stages, options.accumulate, name)

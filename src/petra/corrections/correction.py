@@ -22,7 +22,10 @@ class StageContext:
     optimizer: torch.optim.Optimizer
     """The optimizer of the stage."""
     staleness: float
-    """τ: updates between a forward and its backward, averaged over the micro-batches of a full pipeline."""
+    """τ: updates between a forward and its backward, averaged over the micro-batches of a full pipeline.
+
+    0 while the pipeline is flushed after every update.
+    """
     accumulate: int = 1
     """k: micro-batches per update."""
     updates: int = 0

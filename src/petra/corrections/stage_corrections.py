@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import log2, prod
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from petra.corrections.correction import Correction, StageContext, Weights
 from petra.corrections.learning_rates import PeakLearningRates, scaled_learning_rates
+from petra.schedule import Action, Kind
 
 
 class StageCorrections:
@@ -29,6 +30,8 @@ class StageCorrections:
         accumulate: k.
         zero_gradient_updates: The number of updates with zero gradients before the first backward.
         peak_lrs: The highest learning rates so far; None starts with the current ones.
+        staleness: τ as a function of the updates so far, if it changes in the course of training; by default n/k.
+            While it is 0, nothing is corrected.
     """
 
     def __init__(
@@ -40,10 +43,12 @@ class StageCorrections:
         accumulate: int,
         zero_gradient_updates: int = 0,
         peak_lrs: PeakLearningRates | None = None,
+        staleness: Callable[[int], float] | None = None,
     ) -> None:
         assert in_flight > 0
+        self._staleness = (lambda updates: in_flight / accumulate) if staleness is None else staleness
         self.corrections = list(corrections)
-        self.context = StageContext(parameters, optimizer, in_flight / accumulate, accumulate)
+        self.context = StageContext(parameters, optimizer, self._staleness(0), accumulate)
         self._accumulate = accumulate
         self._updates_before: dict[int, int] = {}  # micro-batch in flight -> updates before its forward
         self._zero_gradient_updates = zero_gradient_updates  # those that are still to come
@@ -103,23 +108,28 @@ class StageCorrections:
         """Count an update with zero gradients before the first backward. Call it before `step`."""
         self._zero_gradient_updates = max(0, self._zero_gradient_updates - 1)
 
+    @property
+    def active(self) -> list[Correction]:
+        """The corrections; none while gradients are exact."""
+        return self.corrections if self.context.staleness else []
+
     def change_gradients(self) -> None:
         """Let all corrections change the gradients. Call it before gradients are clipped."""
-        for correction in self.corrections:
+        for correction in self.active:
             correction.change_gradients(self.context)
 
     def step(self) -> None:
         """Make an optimizer step with all corrections. Call it instead of the optimizer's `step`."""
         context = self.context
-        needs_old_weights = any(c.needs_old_weights for c in self.corrections)
+        needs_old_weights = any(c.needs_old_weights for c in self.active)
         old = [p.detach().clone() for p, _ in context.trained_parameters()] if needs_old_weights else []
-        replaced = any(c.replaces_step for c in self.corrections)
+        replaced = any(c.replaces_step for c in self.active)
         with scaled_learning_rates(context.optimizer, context.lr_factor), _corrected_momentum(context):
             with _without_nesterov(context.optimizer) if replaced else nullcontext():
                 context.optimizer.step()
-            for correction in self.corrections:
+            for correction in self.active:
                 correction.change_step(context, old)
-        for correction in self.corrections:
+        for correction in self.active:
             correction.after_step(context, old)
         self._count_update()
 
@@ -128,15 +138,17 @@ class StageCorrections:
         """The number of updates since the forward of each micro-batch in flight, oldest first."""
         return [self.context.updates - before for _, before in sorted(self._updates_before.items())]
 
-    def advance_counters(self, update: bool) -> None:
-        """Advance the counters by one tick of a full pipeline, after a CUDA graph has done the work.
+    def advance_counters(self, action: Action) -> None:
+        """Count an action of the stage whose work a CUDA graph has done.
 
         Args:
-            update: True if the tick included an update.
+            action: The action.
         """
-        self._updates_before[max(self._updates_before) + 1] = self.context.updates
-        del self._updates_before[min(self._updates_before)]
-        if update:
+        if action.kind is Kind.FORWARD:
+            self._updates_before[action.microbatch] = self.context.updates
+        elif action.kind is Kind.BACKWARD:
+            del self._updates_before[action.microbatch]
+        elif action.kind is Kind.UPDATE:
             self._count_update()
 
     def tensors(self) -> list[Tensor]:
@@ -197,6 +209,7 @@ class StageCorrections:
 
     def _count_update(self) -> None:
         self.context.updates += 1
+        self.context.staleness = self._staleness(self.context.updates)
         self.update_lr_factor()
 
     def observe_lr(self) -> None:
@@ -206,15 +219,16 @@ class StageCorrections:
         change requires another capture.
         """
         context = self.context
+        context.staleness = self._staleness(context.updates)
         self._peaks.observe()
         lr, context.peak_lr = float(context.main_group().get("lr", 0.0)), self._peaks.peak(context.main_group())
         context.lr_ratio = 2.0 ** round(log2(lr / context.peak_lr)) if lr > 0 else float(context.peak_lr == 0)
-        context.momentum_horizon = max((c.momentum_horizon(context) for c in self.corrections), default=0.0)
+        context.momentum_horizon = max((c.momentum_horizon(context) for c in self.active), default=0.0)
         self.update_lr_factor()
 
     def update_lr_factor(self) -> None:
         """Compute the factor for the learning rate of the next update."""
-        self.context.lr_factor = prod(c.lr_factor(self.context) for c in self.corrections)
+        self.context.lr_factor = prod(c.lr_factor(self.context) for c in self.active)
 
     @staticmethod
     def _only(proposed: Iterable[Weights | None]) -> Weights | None:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from petra.pipeline.stage import Stage
-from petra.schedule import FlushSchedule, PipelineSchedule
+from petra.schedule import FlushEverySchedule, PipelineSchedule
 
 
 def ineligible_reason(stages: Sequence[Stage], schedule: PipelineSchedule) -> str | None:
     """Return the reason, or None if there is no known reason."""
-    if isinstance(schedule, FlushSchedule):
-        return f"{schedule.name} empties the pipeline for every update"
-    if schedule.accumulate > 1 and any(stage.stash is not None for stage in stages):
-        return "with accumulation, the weight stash does not change in the same way in every tick"
+    if any(stage.stash is not None for stage in stages):
+        if schedule.accumulate > 1:
+            return "with accumulation, the weight stash does not change in the same way in every tick"
+        if isinstance(schedule, FlushEverySchedule):
+            return "where the pipeline is flushed, the weight stash does not change in the same way in every tick"
     return next(filter(None, map(_of_stage, stages)), None)
 
 

@@ -50,5 +50,5 @@ class Guards:
                 places += [v.data_ptr() for v in stage.synthesizer.tensors()]
             if stage.corrections is not None:
                 places += [v.data_ptr() for v in stage.corrections.tensors()]
-                settings.append(stage.corrections.context.momentum_horizon)
+                settings += [stage.corrections.context.momentum_horizon, stage.corrections.context.staleness]
         return modes, settings, places

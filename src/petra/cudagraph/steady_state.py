@@ -1,9 +1,9 @@
-"""The state of a full pipeline between ticks, in ring buffers, and the ticks that were captured of it."""
+"""The state of a pipeline between ticks, in ring buffers, and the ticks that were captured of it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from petra.cudagraph.graph_capture import Launch
 from petra.cudagraph.lr_tensor import LearningRateTensor
-from petra.cudagraph.ring_buffers import Copy, RingQueue, make_copies
+from petra.cudagraph.ring_buffers import Copy, QueueChange, RingQueue, make_copies
 from petra.methods import BackwardMessage, SavedState
 from petra.pipeline import Executor, MicrobatchResult, Stage
 from petra.pipeline.weight_stash import WeightStash
 from petra.reversible.streams import Streams
-from petra.schedule import Action
+from petra.schedule import Action, Kind
 
 
 @dataclass
@@ -35,6 +35,9 @@ class CapturedTick:
     results: list[MicrobatchResult]
     """The results of the tick, with relative micro-batch numbers, in static memory that every launch overwrites."""
     actions: list[Action]
+    """The actions, with micro-batches relative to the one that was read."""
+    changes: list[QueueChange]
+    """How each queue changes."""
     rates: LearningRateTensor
 
 
@@ -61,52 +64,103 @@ class StashVersions(MutableMapping[int, list[Tensor]]):
 
 
 class SteadyState:
-    """A full pipeline with micro-batches of one shape: a ring queue for each place where something waits."""
+    """A pipeline with micro-batches of one shape: a ring queue for each place where something waits between ticks.
+
+    Args:
+        executor: A weak reference to the executor.
+    """
 
     def __init__(self, executor: Executor) -> None:
         stages, mailbox = range(executor.schedule.stages), executor.mailbox
         owner = weakref.proxy(mailbox)  # a reference cycle would keep GPU memory until the garbage collector runs
+        now = _microbatches(executor)
+        forward, backward, last = Kind.FORWARD, Kind.BACKWARD, stages[-1]
         self.queues = [
-            *(RingQueue(_member(mailbox.forward, s), tuple, tuple) for s in stages),
-            *(RingQueue(_member(mailbox.backward, s), _take_apart, _put_together) for s in stages),
-            *(RingQueue(_saved_by(stage), _inputs_of, _saved) for stage in executor.stages),
-            *(RingQueue(_versions_of(stage.stash), list, list) for stage in executor.stages if stage.stash is not None),
-            RingQueue(lambda: owner.targets, lambda t: t[0], lambda t: (t, 1.0)),
+            *(RingQueue(_member(mailbox.forward, s), tuple, tuple, now, _is(s, forward)) for s in stages),
+            *(
+                RingQueue(_member(mailbox.backward, s.index), _take_apart, _put_together, now, _is(s.index, _taker(s)))
+                for s in executor.stages
+            ),
+            *(RingQueue(_saved_by(s), _inputs_of, _saved, now, _is(s.index, backward)) for s in executor.stages),
+            *(
+                RingQueue(_versions_of(stage.stash), list, list, _updates_of(stage))
+                for stage in executor.stages
+                if stage.stash is not None
+            ),
+            RingQueue(lambda: owner.targets, lambda t: t[0], lambda t: (t, 1.0), now, _is(last, forward)),
         ]
-        self.ticks: dict[int, CapturedTick] = {}
-        """Captured ticks by their position in the accumulation cycle."""
-        self.slots: Tensor | None = None
+        self.ticks: dict[Hashable, CapturedTick] = {}
+        """Captured ticks by their position in the cycle of the schedule."""
+        self.cursors: Tensor | None = None
         self._lengths: Tensor | None = None
+
+    def observe(self) -> None:
+        """Note what waits after a tick that was not captured, to know how much memory is needed."""
+        for queue in self.queues:
+            queue.observe()
 
     def settle(self, device: torch.device) -> None:
         """Move everything that waits into the ring buffers."""
-        found = [queue.settle() for queue in self.queues]
-        make_copies(copy for _, copies in found for copy in copies)
+        if self.cursors is None or any(queue.needs_memory() for queue in self.queues):
+            self.ticks.clear()  # they use the memory so far
+            for queue in self.queues:
+                queue.allocate()
+            self.cursors = torch.zeros(len(self.queues), dtype=torch.int64, device=device)
+            self._lengths = torch.tensor([max(1, queue.slots) for queue in self.queues], device=device)
+        make_copies(copy for queue in self.queues for copy in queue.settle())
         for queue in self.queues:
             queue.adopt()
-        if self.slots is None:
-            self.slots = torch.zeros(len(found), dtype=torch.int64, device=device)
-            self._lengths = torch.tensor([max(1, len(queue.numbers)) for queue in self.queues], device=device)
-        self.slots.copy_(torch.tensor([slot for slot, _ in found]))
+        self.cursors.copy_(torch.tensor([queue.reference() % max(1, queue.slots) for queue in self.queues]))
 
-    def fetch(self) -> None:
-        """Read the oldest entry of each queue from the slot that the device holds."""
-        assert self.slots is not None
-        for queue, slot in zip(self.queues, torch.split(self.slots, 1), strict=True):
-            queue.fetch(slot)
+    def fetch(self, actions: Sequence[Action]) -> None:
+        """Read the entries that a tick takes from the slots that the device computes."""
+        assert self.cursors is not None
+        for queue, cursor in zip(self.queues, torch.split(self.cursors, 1), strict=True):
+            queue.fetch(cursor, actions)
 
-    def store(self, more: Sequence[Copy]) -> None:
-        """Write the new entries into the slots of the oldest, and make ``more`` copies at the same time."""
-        assert self.slots is not None
+    def store(self, references: Sequence[int], more: Sequence[Copy]) -> list[QueueChange]:
+        """Write the new entries into their slots, and make ``more`` copies at the same time.
+
+        Args:
+            references: The reference number of each queue before the tick.
+            more: Copies to make.
+
+        Returns:
+            How each queue has changed.
+        """
+        assert self.cursors is not None
         assert self._lengths is not None
-        slots = torch.split(self.slots, 1)
-        make_copies([*(c for queue, slot in zip(self.queues, slots, strict=True) for c in queue.store(slot)), *more])
-        self.slots.add_(1).remainder_(self._lengths)
+        queues = zip(self.queues, torch.split(self.cursors, 1), references, strict=True)
+        found = [queue.store(cursor, reference) for queue, cursor, reference in queues]
+        make_copies([*(copy for _, copies in found for copy in copies), *more])
+        self.cursors.add_(1).remainder_(self._lengths)
+        return [change for change, _ in found]
 
-    def advance(self) -> None:
+    def references(self) -> list[int]:
+        """Return the reference number of each queue."""
+        return [queue.reference() for queue in self.queues]
+
+    def advance(self, changes: Sequence[QueueChange], references: Sequence[int]) -> None:
         """Do the host's part of a tick whose device work was launched as a graph."""
-        for queue in self.queues:
-            queue.advance()
+        for queue, change, reference in zip(self.queues, changes, references, strict=True):
+            queue.advance(change, reference)
+
+
+def _is(stage: int, kind: Kind) -> Callable[[Action], bool]:
+    return lambda action: action.stage == stage and action.kind is kind
+
+
+def _taker(stage: Stage) -> Kind:
+    """Return the kind of action that takes the message from the stage above."""
+    return Kind.BACKWARD if stage.synthesizer is None else Kind.LEARN
+
+
+def _microbatches(executor: Executor) -> Callable[[], int]:
+    return lambda: executor.microbatches
+
+
+def _updates_of(stage: Stage) -> Callable[[], int]:
+    return lambda: stage.updates
 
 
 def _member(lists: list[dict[int, Any]], stage: int) -> Callable[[], dict[int, Any]]:

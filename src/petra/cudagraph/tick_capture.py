@@ -1,14 +1,15 @@
-"""Captures the tick of a full pipeline as a CUDA graph and launches it again for the following ticks.
+"""Captures ticks as CUDA graphs and launches them again when they come round.
 
 A tick launches some thousand small kernels, and a GPU that waits for the host to launch them is idle most of the time.
-Once the pipeline is full, every tick does the same with other values. What waits between two ticks is in ring buffers
-(`ring_buffers`), so eager ticks can follow captured ones and the other way round.
+Once the pipeline is full, every tick does the same with other values. Where it is flushed, the same sequence of ticks
+comes round again: those that fill it, those of the full pipeline, and the one that flushes it. What waits between two
+ticks is in ring buffers (`ring_buffers`), so eager ticks can follow captured ones and the other way round.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count, groupby
@@ -23,7 +24,7 @@ from petra.cudagraph.eligibility import groups_of, ineligible_reason
 from petra.cudagraph.graph_capture import GraphCapture, Launch
 from petra.cudagraph.guards import Guards
 from petra.cudagraph.lr_tensor import LearningRateTensor
-from petra.cudagraph.ring_buffers import Copy, make_copies
+from petra.cudagraph.ring_buffers import Copy, QueueChange, make_copies
 from petra.cudagraph.steady_state import CapturedTick, StashVersions, SteadyState
 from petra.formatting import first_line
 from petra.pipeline import Executor, MicrobatchResult
@@ -56,7 +57,7 @@ class TickCapture:
         """The number of ticks that were launched as graphs."""
         self._steady_states: dict[Any, SteadyState] = {}
         self._settled: SteadyState | None = None  # the one whose ring buffers hold everything that waits
-        self._history: dict[int, tuple[Any, int]] = {}  # position in the cycle -> its conditions, how often in a row
+        self._history: dict[Hashable, tuple[Any, int]] = {}  # position -> its conditions, how often in a row
         self._losses: list[tuple[int, AsyncCopy]] = []  # not checked yet
         self._gradients: dict[Tensor, Tensor] = {}
         self._guards = Guards(executor.stages)
@@ -92,15 +93,19 @@ class TickCapture:
         position, guards = executor.position_in_cycle, self._guards()
         captured = steady.ticks.get(position)
         settled = self._settled is steady
+        if not settled:
+            steady.observe()
         before = captured.before if captured is not None and settled else self._waiting()
         if captured is not None and captured.guards == guards and captured.before == before:
             return self._launch(steady, captured, inputs, targets)
         conditions, times = self._history.get(position, (None, 0))
         times = times + 1 if conditions == (kind, guards, before) else 0
         self._history[position] = (kind, guards, before), times
-        if times < 2:  # the first time, libraries choose their kernels; the second, random draws are detected
+        # The first time, libraries choose their kernels; the second, random draws are detected. A captured update reads
+        # its learning rate from memory, which the host writes before the tick: two updates would have the same.
+        if times < 2 or self._updates_twice():
             return self._run_eagerly(inputs, targets, weight, detect_draws=times == 1)
-        return self._capture(steady, position, guards, before, inputs, targets)
+        return self._capture(steady, guards, before, inputs, targets)
 
     def synchronize(self) -> None:
         """Check the losses that have not been checked yet.
@@ -130,6 +135,8 @@ class TickCapture:
             self.ineligible_reason = "a layer draws random numbers, as dropout does, and a graph would repeat them"
         elif any(p.grad is not None and p.grad.is_sparse for stage in stages for p in stage.parameters):
             self.ineligible_reason = "some gradients are sparse"
+        elif any(saved.tape is not None for stage in stages for saved in stage.saved.values()):
+            self.ineligible_reason = f"{stages[0].method.name} keeps autograd graphs from one tick to the next"
         elif any(stage.synthesizer is not None and not stage.synthesizer.capturable for stage in stages):
             self.ineligible_reason = "the optimizer of a synthesizer is not fused"
         return results
@@ -146,20 +153,22 @@ class TickCapture:
         self._settled = steady
 
     def _capture(
-        self, steady: SteadyState, position: int, guards: Any, before: Any, inputs: Streams, targets: Any
+        self, steady: SteadyState, guards: Any, before: Any, inputs: Streams, targets: Any
     ) -> list[MicrobatchResult]:
         executor = self._executor
-        first = executor.microbatches
+        first, position = executor.microbatches, executor.position_in_cycle
         static_inputs, static_targets = tuple(x.clone() for x in inputs), targets.clone()
-        actions = [action for phase in executor.next_actions for action in phase]
+        actions = executor.next_actions
         results: list[MicrobatchResult] = []
+        changes: list[QueueChange] = []
 
         def work() -> None:
-            steady.fetch()
+            references = steady.references()
+            steady.fetch(actions)
             found = executor.run_tick(static_inputs, static_targets, 1.0, self._perform_in_branches)
             # The targets of the new micro-batch may be about to take the place of these.
             results.extend(replace(r, targets=r.targets.clone()) for r in found)
-            steady.store(self._keep_gradients())
+            changes.extend(steady.store(references, self._keep_gradients()))
 
         with executor.uninterrupted():
             captured = self._try(steady, work)
@@ -167,7 +176,8 @@ class TickCapture:
             return self._run_eagerly(inputs, targets, 1.0)
         launch, rates = captured
         relative = [replace(r, microbatch=r.microbatch - first) for r in results]
-        tick = CapturedTick(launch, guards, before, static_inputs, static_targets, relative, actions, rates)
+        shifted = [replace(action, microbatch=action.microbatch - first) for action in actions]
+        tick = CapturedTick(launch, guards, before, static_inputs, static_targets, relative, shifted, changes, rates)
         steady.ticks[position] = tick
         for stage in executor.stages:
             if any(action.stage == stage.index and action.kind is Kind.UPDATE for action in actions):
@@ -199,8 +209,11 @@ class TickCapture:
                 to.copy_(x, non_blocking=True)
             captured.rates.refresh()
             captured.launch()
-            self._executor.advance(inputs, captured.actions)
-            steady.advance()
+            references = steady.references()
+            self._executor.advance(
+                inputs, [replace(action, microbatch=action.microbatch + first) for action in captured.actions]
+            )
+            steady.advance(captured.changes, references)
         self.captured_ticks += 1
         return self._results(captured, first)
 
@@ -297,6 +310,11 @@ class TickCapture:
                     copies.append((self._gradients[parameter], parameter.grad))
                     parameter.grad = self._gradients[parameter]
         return copies
+
+    def _updates_twice(self) -> bool:
+        """Return True if a stage makes two updates in the next tick, as in a flush with few micro-batches per update."""
+        updated = [action.stage for action in self._executor.next_actions if action.kind is Kind.UPDATE]
+        return len(updated) > len(set(updated))
 
     def _waiting(self) -> Any:
         """Return which micro-batches wait where, relative to the next one."""

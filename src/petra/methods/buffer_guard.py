@@ -52,7 +52,7 @@ class BufferGuard:
 
     def _error(self, module: nn.Module, update_statistics: bool) -> LayerError:
         index, layer = next((i, x) for i, x in enumerate(self._layers, self._first) if module in x.modules())
-        why, remedy = "this method runs it twice for each micro-batch", "train with backprop, gpipe or 1f1b"
+        why, remedy = "this method runs it twice for each micro-batch", "train with backprop"
         if not update_statistics:
             why = "it has to run again, to measure gradients or to rebuild a graph that was in flight in a checkpoint"
             remedy = "do not measure gradients, and save checkpoints after drain()"

@@ -57,10 +57,8 @@ class DDG(Backprop):
         return outputs, saved
 
     def backward(self, layers: StageLayers, microbatch: int, saved: SavedState, message: BackwardMessage) -> Reversal:
-        if saved.tape is None:  # resumed from a checkpoint, which holds no graph: recomputation gives the same one
-            with layers.using(saved.weights):
-                tape = layers.record(layers.all_layers, saved.inputs[0], microbatch, update_statistics=False)
-                return tape.gradients(message.gradients)
+        if saved.tape is None:
+            return super().backward(layers, microbatch, saved, message)
         assert saved.tape.aliases is not None
         with layers.aliased(saved.tape.aliases):  # reversible segments inside a layer are evaluated again
             found = super().backward(layers, microbatch, saved, message)

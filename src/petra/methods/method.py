@@ -61,7 +61,7 @@ class Method(ABC):
     saves_graphs: ClassVar[bool] = False
     """True if autograd graphs are saved across updates."""
     pipelined: ClassVar[bool] = True
-    """True if stages always work on different micro-batches, so that the user can choose the schedule."""
+    """True if stages may work on different micro-batches across updates, so that every schedule can be used."""
 
     @abstractmethod
     def schedule(self, stages: int, accumulate: int) -> PipelineSchedule:
@@ -72,7 +72,7 @@ class Method(ABC):
             accumulate: The number of micro-batches per update.
 
         Returns:
-            The schedule. For pipelined methods, the user may choose another one.
+            The schedule. The user may choose another one.
         """
 
     @abstractmethod

@@ -80,10 +80,14 @@ class StashedPetra(Petra):
 
 
 class ReversibleBackprop(Petra):
-    """Exact backprop without stored activations (RevNet), one micro-batch at a time, so nothing is stale."""
+    """Exact backprop without stored activations (RevNet).
+
+    Stages process one micro-batch at a time, or overlap those of one update (gpipe, 1f1b, interleaved). A reversible
+    stage saves nothing, so its memory does not depend on the number of micro-batches in flight.
+    """
 
     name = "reversible"
-    summary = "exact gradients from reconstructed inputs, one micro-batch at a time (RevNet)"
+    summary = "exact gradients from reconstructed inputs (RevNet)"
     stale = False
     pipelined = False
 

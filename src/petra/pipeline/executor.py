@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Executor:
         self._tick = 0  # how many ticks have passed since
         self._shapes: dict[int, Shapes] = {}  # inputs of micro-batches in flight
         self._failure: str | None = None  # what stopped a tick half-way
+        self._current = schedule  # since the pipeline was last empty
 
     @property
     def microbatches(self) -> int:
@@ -71,14 +73,15 @@ class Executor:
         return min(self._shapes, default=self.microbatches)
 
     @property
-    def position_in_cycle(self) -> int:
-        """The number of ticks since the last one that began a group of accumulated micro-batches."""
-        return self._tick % self.schedule.accumulate
+    def position_in_cycle(self) -> Hashable:
+        """The position of the next tick in the cycle of the schedule."""
+        return self._current.position(self._tick)
 
     @property
-    def next_actions(self) -> Tick:
+    def next_actions(self) -> list[Action]:
         """The actions of the next tick, if a micro-batch is read in it."""
-        return self.schedule.tick(self._tick, self._fed + 1)
+        tick = self._current.tick(self._tick, self._fed + 1)
+        return [replace(action, microbatch=self._start + action.microbatch) for phase in tick for action in phase]
 
     @property
     def input_shapes(self) -> list[Shapes]:
@@ -122,7 +125,7 @@ class Executor:
             self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
             self.mailbox.read(self.microbatches, inputs, targets, weight)
             self._fed += 1
-            tick = self.schedule.tick(self._tick, self._fed)
+            tick = self._current.tick(self._tick, self._fed)
             results = self.perform(tick) if perform is None else perform(tick)
             self._tick += 1
         return results
@@ -140,15 +143,20 @@ class Executor:
         for stage in self.stages:
             stage.observe_lr()
         with self.uninterrupted():
-            for tick in range(self._tick, self.schedule.ticks(self._fed)):
+            for tick in range(self._tick, self._current.ticks(self._fed)):
                 self._tick = tick
-                results += self.perform(self.schedule.tick(tick, self._fed))
-            results += self.perform(self.schedule.final_tick(self._fed))
-            self._start, self._fed, self._tick = self.microbatches, 0, 0
+                results += self.perform(self._current.tick(tick, self._fed))
+            results += self.perform(self._current.final_tick(self._fed))
+            self._begin_at(self.microbatches)
             assert self.mailbox.empty
             assert not any(stage.saved for stage in self.stages)
         self.mailbox.flush()
         return results
+
+    def _begin_at(self, microbatch: int) -> None:
+        """Begin to fill the empty pipeline with this micro-batch."""
+        self._start, self._fed, self._tick = microbatch, 0, 0
+        self._current = self.schedule.after(microbatch)
 
     def predict(self, inputs: Streams) -> Streams | None:
         """Compute the outputs of the network in evaluation mode, with the current weights.
@@ -293,7 +301,7 @@ class Executor:
             stage.advance([action for action in actions if action.stage == stage.index])
         for action in actions:
             if action.kind is Kind.BACKWARD and action.stage == 0:
-                self._shapes.pop(min(self._shapes))
+                self._shapes.pop(action.microbatch)
 
     def host_state(self) -> Any:
         """Return everything that the host remembers between two ticks, without copying tensors.
@@ -347,7 +355,8 @@ class Executor:
             stages: What `stage_state_dict` returned for each stage, with tensors on the device; empty if drained.
         """
         self._failure = None
-        self._start, self._fed, self._tick = state["start"], state["fed"], state["tick"]
+        self._begin_at(state["start"])
+        self._fed, self._tick = state["fed"], state["tick"]
         # Shares of replicas may differ in size, so each replica has shapes of its own.
         saved = stages[self.stages[0].index]["shapes"]
         self._shapes = {m: tuple((torch.Size(s), d) for s, d in shapes) for m, shapes in saved.items()}

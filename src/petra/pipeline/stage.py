@@ -291,12 +291,11 @@ class Stage:
         Args:
             actions: The actions of this stage in the tick.
         """
-        updates = any(action.kind is Kind.UPDATE for action in actions)
         if self.stash is not None:
             self.stash.advance()
-        if self.corrections is not None:
-            self.corrections.advance_counters(updates)
         for action in actions:
+            if self.corrections is not None:
+                self.corrections.advance_counters(action)
             if action.kind is Kind.BACKWARD:
                 self.accumulated += 1
             elif action.kind is Kind.UPDATE:

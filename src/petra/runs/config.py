@@ -25,7 +25,7 @@ from petra.runs.run_options import RunOptions
 from petra.trainer import optimizers
 from petra.trainer.loss import cross_entropy
 from petra.trainer.lr_schedules import LR_SCHEDULES, CosineLRSchedule, StepLRSchedule
-from petra.trainer.schedules import choose_schedule
+from petra.trainer.schedules import accepts, choose_schedule
 from petra.trainer.validation import choose_corrections
 
 ADAPTIVE = ("adamw", "nadamw")
@@ -58,9 +58,10 @@ class RunConfig(RunOptions):
         model_options = {**recipe_arguments, **options.get("model_options", {})}
         method = METHODS.get(options.get("method", ""))
         if method is not None:  # the recipe's schedule and corrections are for the recipe's method
-            for name, meaningful in (("schedule", method.pipelined), ("corrections", method.stale)):
-                if not meaningful:
-                    merged.pop(name, None)
+            if "schedule" in merged and not accepts(method, merged["schedule"]):
+                del merged["schedule"]
+            if not method.stale:
+                merged.pop("corrections", None)
         merged.update(options)
         merged["model_options"] = model_options
         for name in ("model", "data"):
@@ -222,6 +223,6 @@ class RunConfig(RunOptions):
         if self.channels_last and not any(p.ndim == 4 for p in layers.parameters()):
             raise ValueError(f"--channels-last is for convolutions, and {self.model} has none: leave it out")
         cuts = partition(len(layers), self.stages)
-        choose_schedule(method, len(cuts), self.accumulate, self.schedule)
-        for correction in choose_corrections(self.corrections, method):
+        schedule = choose_schedule(method, len(cuts), self.accumulate, self.schedule, self.flush_until)
+        for correction in choose_corrections(self.corrections, method, schedule):
             correction.check(self.make_optimizer([nn.Parameter(torch.zeros(1))]))

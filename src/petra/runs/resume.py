@@ -10,7 +10,7 @@ from petra.pipeline import Diverged, MicrobatchResult
 from petra.runs.checkpoint import Checkpoints
 from petra.runs.run_progress import RunProgress
 from petra.runs.trainer_setup import TrainerSetup
-from petra.trainer.schedules import PIPELINED_SCHEDULES
+from petra.trainer.schedules import IN_FLIGHT
 from petra.trainer.trainer import Trainer
 
 
@@ -82,10 +82,10 @@ def _restore_other_layout(
     for name in ("method", "accumulate", "seed", "comm_dtype", "corrections"):
         if layout[name] != trainer.layout[name]:
             raise ValueError(f"the checkpoint was written with {name} {layout[name]}: use the same to resume it")
-    schedule = layout["schedule"] if layout["schedule"] in PIPELINED_SCHEDULES else layout["in_flight"]
+    schedule = layout["in_flight"] if layout["schedule"] == IN_FLIGHT else layout["schedule"]
 
     def drain(transport: Transport) -> tuple[dict[str, Any], list[MicrobatchResult]]:
-        old = setup.build(transport, layout["stages"], schedule if trainer.method.pipelined else None)
+        old = setup.build(transport, layout["stages"], schedule)
         indices = range(len(layout["stages"]))
         stages = {index: checkpoints.stage(index, transport.position.replica) for index in indices}
         old.load_state_dict({**saved, "stages": stages})

@@ -69,12 +69,22 @@ class RunOptions:
     )
     schedule: str | list[int] | None = option(
         None,
-        help="schedule of pipelined methods: low-staleness, lock-step (PETRA's paper), locked-forward (Features "
-        "Replay's), or micro-batches in flight in each stage like 6,4,2,0",
+        help="when stages act. Exact gradients: sequential, gpipe, 1f1b, interleaved:V (V stages per rank). For "
+        "pipelined methods also flush:N (flush after every N updates; 1 is exact), low-staleness, lock-step (PETRA's "
+        "paper), locked-forward (Features Replay's), or micro-batches in flight in each stage like 6,4,2,0",
         group=TRAINING,
         metavar="NAME",
         parse=schedule_option,
         default_text="that of the method; low-staleness for petra",
+    )
+    flush_until: int | None = option(
+        None,
+        help="flush the pipeline after each of the first N updates, which have exact gradients; then continue with "
+        "--schedule",
+        group=TRAINING,
+        metavar="N",
+        minimum=0,
+        default_text="no warm-up",
     )
     corrections: tuple[str, ...] = option(
         (),

@@ -70,6 +70,7 @@ class TrainerSetup:
             scheduler=config.curve(self.batches).scheduler,
             accumulate=config.accumulate,
             schedule=schedule,
+            flush_until=config.flush_until,
             clip_norm=config.clip_norm,
             autocast=config.autocast_dtype,
             seed=config.seed,

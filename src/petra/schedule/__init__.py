@@ -5,7 +5,8 @@ actions). The schedules are in
 
 - `async_schedule.py`: PETRA's `lock_step` and `low_staleness`, with stale gradients;
 - `locked_schedules.py`: sequential backprop, Features Replay and DNI;
-- `flush_schedules.py`: GPipe and 1F1B.
+- `flush_schedules.py`: GPipe, 1F1B, and a flush after every n updates;
+- `interleaved_schedule.py`: 1F1B with several stages per rank.
 
 `lookup.py` has all of them by name. `table.py` writes a schedule out for a number of micro-batches, `layout.py`
 arranges programs in time and detects deadlocks, `verify.py` checks a table, and `draw.py` and `svg.py` draw it as text
@@ -15,10 +16,11 @@ and as a picture.
 from petra.schedule.action import Action, Kind
 from petra.schedule.async_schedule import AsyncSchedule, lock_step, low_staleness
 from petra.schedule.draw import draw
-from petra.schedule.flush_schedules import FlushSchedule, GPipeSchedule, OneFOneBSchedule
+from petra.schedule.flush_schedules import FlushEverySchedule, FlushSchedule, GPipeSchedule, OneFOneBSchedule
+from petra.schedule.interleaved_schedule import InterleavedSchedule
 from petra.schedule.layout import Deadlock, lay_out
 from petra.schedule.locked_schedules import DecoupledSchedule, LockedForwardSchedule, SequentialSchedule
-from petra.schedule.lookup import SCHEDULES
+from petra.schedule.lookup import SCHEDULES, find_schedule, flush_every
 from petra.schedule.pipeline_schedule import Phase, PipelineSchedule, Tick
 from petra.schedule.svg import draw_svg
 from petra.schedule.table import ScheduleTable
@@ -30,8 +32,10 @@ __all__ = [
     "AsyncSchedule",
     "Deadlock",
     "DecoupledSchedule",
+    "FlushEverySchedule",
     "FlushSchedule",
     "GPipeSchedule",
+    "InterleavedSchedule",
     "Kind",
     "LockedForwardSchedule",
     "OneFOneBSchedule",
@@ -44,6 +48,8 @@ __all__ = [
     "check_schedule",
     "draw",
     "draw_svg",
+    "find_schedule",
+    "flush_every",
     "lay_out",
     "lock_step",
     "low_staleness",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from petra.schedule.action import Action, Kind
 
@@ -28,44 +28,49 @@ def is_synthetic(actions: Iterable[Action]) -> bool:
     return any(action.kind is Kind.LEARN for action in actions)
 
 
-def lay_out(programs: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """Assign the actions of all stages to phases, as early as their messages allow.
+def lay_out(
+    programs: Sequence[Sequence[Action]], stages: int | None = None, done: Collection[Action] = ()
+) -> tuple[tuple[Action, ...], ...]:
+    """Assign the actions of all workers to phases, as early as their messages allow.
 
-    In each phase, every stage performs its next action if the message for it was sent in an earlier phase. Updates
+    In each phase, every worker performs its next action if the message for it was sent in an earlier phase. Updates
     share the phase of the action before them.
 
     Args:
-        programs: The actions of each stage, in the order in which the stage performs them.
+        programs: The actions of each worker, in the order in which it performs them. A worker is one stage, or a rank
+            with several stages.
+        stages: The number of stages; by default, each worker is one stage.
+        done: Actions that were performed before, and that are not in the programs.
 
     Returns:
-        The phases, each with the actions of all stages.
+        The phases, each with the actions of all workers.
 
     Raises:
-        Deadlock: Stages wait for each other. The message names the action each of them waits for.
+        Deadlock: Workers wait for each other. The message names the action that each of them waits for.
     """
-    stages, synthetic = len(programs), is_synthetic(action for program in programs for action in program)
-    done: set[Action] = set()
-    position = [0] * stages
+    stages = len(programs) if stages is None else stages
+    synthetic = is_synthetic(action for program in programs for action in program)
+    performed = set(done)
+    position = [0] * len(programs)
     phases: list[tuple[Action, ...]] = []
-    while any(position[s] < len(programs[s]) for s in range(stages)):
+    while any(at < len(program) for at, program in zip(position, programs, strict=True)):
         phase: list[Action] = []
-        for stage, program in enumerate(programs):
-            if position[stage] < len(program):
-                needed = waits_for(program[position[stage]], stages, synthetic)
-                if needed is None or needed in done:
-                    phase.append(program[position[stage]])
-                    position[stage] += 1
-                    while position[stage] < len(program) and program[position[stage]].kind is Kind.UPDATE:
-                        phase.append(program[position[stage]])
-                        position[stage] += 1
+        for worker, program in enumerate(programs):
+            if position[worker] < len(program):
+                needed = waits_for(program[position[worker]], stages, synthetic)
+                if needed is None or needed in performed:
+                    phase.append(program[position[worker]])
+                    position[worker] += 1
+                    while position[worker] < len(program) and program[position[worker]].kind is Kind.UPDATE:
+                        phase.append(program[position[worker]])
+                        position[worker] += 1
         if not phase:
             stuck = [
-                f"stage {stage} waits with {(action := program[position[stage]])} "
-                f"for {waits_for(action, stages, synthetic)}"
-                for stage, program in enumerate(programs)
-                if position[stage] < len(program)
+                f"stage {(action := program[at]).stage} waits with {action} for {waits_for(action, stages, synthetic)}"
+                for at, program in zip(position, programs, strict=True)
+                if at < len(program)
             ]
             raise Deadlock("deadlock: " + "; ".join(stuck))
-        done.update(phase)
+        performed.update(phase)
         phases.append(tuple(phase))
     return tuple(phases)

@@ -15,6 +15,7 @@ class SequentialSchedule(PipelineSchedule):
     """
 
     name = "sequential"
+    exact = True
 
     def tick(self, index: int, microbatches: int) -> Tick:
         if index >= microbatches:

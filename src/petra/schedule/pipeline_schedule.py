@@ -9,6 +9,7 @@ one stage are in the order in which the stage performs them: forward, backward, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 
 from petra.schedule.action import Action, Kind
 
@@ -31,6 +32,8 @@ class PipelineSchedule(ABC):
 
     name: str
     """The name printed in summaries."""
+    exact: bool = False
+    """True if no weight changes between a forward and its backward, so that gradients are those of backprop."""
 
     def __init__(self, stages: int, accumulate: int = 1) -> None:
         if stages < 1:
@@ -77,6 +80,40 @@ class PipelineSchedule(ABC):
         if microbatches % self.accumulate == 0:
             return ()
         return (tuple(Action(stage, Kind.UPDATE, microbatches - 1) for stage in range(self.stages)),)
+
+    def position(self, index: int) -> Hashable:
+        """Return a value that is equal for ticks in which the stages perform the same actions on later micro-batches.
+
+        Args:
+            index: The tick, counted from 0. A micro-batch is read in it.
+
+        Returns:
+            The position of the tick in the cycle of the schedule.
+        """
+        return min(index, self.staleness(0)), index % self.accumulate
+
+    def after(self, microbatches: int) -> PipelineSchedule:
+        """Return the schedule that follows once the pipeline has been drained, whose ticks are counted from 0 again.
+
+        Args:
+            microbatches: The number of micro-batches that were read before.
+
+        Returns:
+            The schedule; it is the same unless it changes in the course of training.
+        """
+        return self
+
+    def delay(self, stage: int, updates: int = 0) -> float:
+        """Return the mean number of updates between a forward and its backward.
+
+        Args:
+            stage: The stage, counted from 0.
+            updates: The number of updates that the stage has made.
+
+        Returns:
+            The delay while the pipeline is full; 0 if gradients are exact.
+        """
+        return self.staleness(stage) / self.accumulate
 
     def staleness(self, stage: int) -> int:
         """Return the staleness τ of a stage.

@@ -67,8 +67,12 @@ class Trainer:
         stages: The number of stages, or the number of layers of each.
         scheduler: Creates a learning-rate scheduler for an optimizer. It is stepped after every update of the stage.
         accumulate: The number k of micro-batches whose mean gradient makes one update.
-        schedule: For pipelined methods: `"low-staleness"` (the default), `"lock-step"`, `"locked-forward"`, or the
-            number of micro-batches in flight of each stage.
+        schedule: When stages act; by default, the schedule of the method. With exact gradients: `"sequential"`,
+            `"gpipe"`, `"1f1b"`, `"interleaved"` (several stages per rank, `"interleaved:2"` for two). For pipelined
+            methods such as PETRA also `"low-staleness"`, `"lock-step"`, `"locked-forward"`, `"flush:4"` (flushed after
+            every 4 updates), or the number of micro-batches in flight of each stage.
+        flush_until: For asynchronous schedules, a synchronous start: the pipeline is flushed after each of this many
+            first updates, so that their gradients are exact.
         clip_norm: The largest norm of the gradient of each stage; None does not clip.
         autocast: The dtype of residual functions, and of the sums in blocks of ResNets; other streams stay in float32.
         seed: Decides dropout masks, which depend on the layer and the micro-batch but not on the cut.
@@ -106,6 +110,7 @@ class Trainer:
         scheduler: SchedulerFactory | None = None,
         accumulate: int = 1,
         schedule: str | Sequence[int] | None = None,
+        flush_until: int | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         seed: int = 0,
@@ -126,18 +131,19 @@ class Trainer:
         if not isinstance(self.method, Method):
             raise ValueError(f"method is {method!r}: give a name such as 'petra', or an object like DNI()")
         cuts = partition(len(network), stages)
-        self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule)
-        self.corrections = choose_corrections(corrections, self.method)
-        self.network = network
-        self.loss = loss
         self.transport = transport = transport if transport is not None else SingleProcess(self.device)
         position = transport.position
+        self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule, flush_until, position.ranks)
+        self.corrections = choose_corrections(corrections, self.method, self.schedule)
+        self.network = network
+        self.loss = loss
         graph_capture = make_graph_capture(self.device, position, cuda_graph)
         self.layout = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
             "accumulate": accumulate,
             "schedule": self.schedule.name,
+            "flush_until": flush_until or None,
             "in_flight": [self.schedule.staleness(stage) for stage in range(len(cuts))],
             "seed": seed,
             "replicas": position.replicas,
@@ -149,7 +155,7 @@ class Trainer:
         if comm_dtype is not None:
             check_float32(network)
         in_channels_last = any(channels_last(p) for p in network.parameters())
-        self.placement = place_stages(len(cuts), position.ranks, placement)
+        self.placement = place_stages(len(cuts), position.ranks, placement, self.schedule)
         """The rank of each stage."""
         if position.ranks * position.replicas > 1:
             names = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -17,7 +18,7 @@ from petra.pipeline import Stage, partition
 from petra.pipeline.stage import OptimizerFactory
 from petra.reversible import Network
 from petra.reversible.streams import Streams
-from petra.schedule import PipelineSchedule
+from petra.schedule import InterleavedSchedule, PipelineSchedule
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -82,8 +83,12 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"device is {device}, but this machine has no such GPU: give cpu or another")
 
 
-def place_stages(stages: int, ranks: int, asked: Sequence[int] | None) -> list[int]:
+def place_stages(
+    stages: int, ranks: int, asked: Sequence[int] | None, schedule: PipelineSchedule | None = None
+) -> list[int]:
     """Return the rank of each stage."""
+    if asked is None and isinstance(schedule, InterleavedSchedule) and schedule.ranks == ranks:
+        return schedule.placement
     if ranks > stages:
         raise ValueError(f"there are {ranks} ranks but only {stages} stages: give {ranks} stages or more")
     if asked is None:
@@ -132,8 +137,10 @@ def make_scheduler(
     return scheduler
 
 
-def choose_corrections(asked: Sequence[str | Correction], method: Method) -> list[Correction]:
-    """Return the corrections, and raise ValueError if they have no effect with the method."""
+def choose_corrections(
+    asked: Sequence[str | Correction], method: Method, schedule: PipelineSchedule
+) -> list[Correction]:
+    """Return the corrections, and raise ValueError if they have no effect with the method and schedule."""
     if isinstance(asked, str) or not isinstance(asked, Iterable):
         raise ValueError(f"corrections is {asked!r}: give a list of names")
     chosen = choose(asked)
@@ -141,6 +148,11 @@ def choose_corrections(asked: Sequence[str | Correction], method: Method) -> lis
         raise ValueError(
             f"{method.name} has no staleness to correct: leave {chosen[0].name} out, or choose a pipelined method such "
             "as petra"
+        )
+    if chosen and schedule.exact:
+        raise ValueError(
+            f"the schedule {schedule.name} has no staleness to correct: leave {chosen[0].name} out, or choose "
+            "low-staleness"
         )
     for correction in chosen:
         if correction.changes_backward_weights and method.stashes_weights:
@@ -167,8 +179,9 @@ def make_stage_corrections(
     if not in_flight:
         return None, peak_lrs
     blank = schedule.zero_gradient_updates(stage)
+    staleness = partial(schedule.delay, stage)
     return StageCorrections(
-        corrections, parameters, optimizer, in_flight, schedule.accumulate, blank, peak_lrs
+        corrections, parameters, optimizer, in_flight, schedule.accumulate, blank, peak_lrs, staleness
     ), peak_lrs
 
 
