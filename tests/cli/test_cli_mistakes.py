@@ -65,7 +65,7 @@ def test_a_comparison_in_a_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--schedule", "lock-step"], "backprop and dni have one schedule only: leave it out"),
+        (["--schedule", "lock-step"], "which backprop and dni cannot use: leave it out, choose gpipe, 1f1b"),
         (["--corrections", "predict"], "backprop and dni have no staleness to correct: leave it out"),
     ],
 )

@@ -28,6 +28,7 @@ CASES = [
         ("backprop", {"schedule": "1f1b"}),
         ("reversible", {"schedule": "gpipe"}),
         ("reversible", {"schedule": "1f1b"}),
+        ("reversible", {"schedule": "interleaved:2"}),  # on two ranks: stages 0 and 2, and 1 and 3
         ("petra", {"schedule": "flush:2"}),
         ("petra", {"flush_until": 3}),
         ("features-replay", {}),

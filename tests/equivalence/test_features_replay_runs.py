@@ -375,7 +375,7 @@ class TestSynthesizers:
         ({"method": None}, "method is None: give a name"),
         ({"method": "ddg", "schedule": "lock-step"}, "ddg has one schedule only"),
         ({"method": "dni", "schedule": "locked-forward"}, "dni has one schedule only"),
-        ({"method": "backprop", "schedule": "locked-forward"}, "backprop has one schedule only"),
+        ({"method": "backprop", "schedule": "locked-forward"}, "backprop computes exact gradients"),
         ({"method": "dni", "corrections": ["predict"]}, "dni has no staleness to correct"),
         ({"method": "ddg", "corrections": ["discrepancy"]}, "the backward of ddg uses the weights of its forward"),
     ],

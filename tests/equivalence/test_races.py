@@ -18,7 +18,7 @@ def record(capture=TickCapture, graph_capture=RaceRecorder, carried_out=None, **
     """The recorder of a trainer, when every tick of the cycle of accumulation has been recorded."""
     options = {"optimizer": fused, "scheduler": warming, "stages": 4, "clip_norm": 0.5, "accumulate": 1, **options}
     trainer, graph_capture = make(tiny(), **options), graph_capture()
-    trainer.executor.schedule = carried_out or trainer.schedule
+    trainer.executor._current = carried_out or trainer.schedule
     trainer.executor.capture = capture(trainer.executor, graph_capture)
     for x, y in data(30):
         trainer.step(x, y)

@@ -131,7 +131,7 @@ class TestErrors:
             ({"stages": [2, 0, 4]}, "must be 1 or more and add up to the network's 6$"),
             ({"accumulate": 0}, "accumulate is 0"),
             ({"schedule": "low"}, "no schedule named 'low'"),
-            ({"method": "backprop", "schedule": "lock-step"}, "backprop has one schedule only"),
+            ({"method": "backprop", "schedule": "lock-step"}, "backprop computes exact gradients"),
             ({"stages": 2, "schedule": [2, 1, 0]}, "3 numbers for 2 stages"),
             ({"stages": 2, "schedule": [1.5, 0]}, r"in_flight is \[1.5, 0\], .*: give integers"),
             ({"clip_norm": 0.0}, "clip_norm is 0.0"),

@@ -96,6 +96,8 @@ class TickCapture:
         if not settled:
             steady.observe()
         before = captured.before if captured is not None and settled else self._waiting()
+        if captured is None:
+            captured = self._find_equal(steady, guards, before)
         if captured is not None and captured.guards == guards and captured.before == before:
             return self._launch(steady, captured, inputs, targets)
         conditions, times = self._history.get(position, (None, 0))
@@ -311,8 +313,18 @@ class TickCapture:
                     parameter.grad = self._gradients[parameter]
         return copies
 
+    def _find_equal(self, steady: SteadyState, guards: Any, before: Any) -> CapturedTick | None:
+        """Find a tick that was captured at another position in the cycle and does the same as the next one."""
+        now = self._executor.microbatches
+        actions = [replace(action, microbatch=action.microbatch - now) for action in self._executor.next_actions]
+        for captured in steady.ticks.values():
+            if (captured.guards, captured.before, captured.actions) == (guards, before, actions):
+                steady.ticks[self._executor.position_in_cycle] = captured
+                return captured
+        return None
+
     def _updates_twice(self) -> bool:
-        """Return True if a stage makes two updates in the next tick, as in a flush with few micro-batches per update."""
+        """Return True if a stage makes two updates in the next tick, as in a flush with a small k."""
         updated = [action.stage for action in self._executor.next_actions if action.kind is Kind.UPDATE]
         return len(updated) > len(set(updated))
 
@@ -324,7 +336,10 @@ class TickCapture:
         numbers = [[n - now for n in sorted(waiting)] for waiting in (*queues, mailbox.targets)]
         stashed = [sorted(v - stage.updates for v in StashVersions(stage.stash)) for stage in stages if stage.stash]
         ages = [stage.corrections.delays_so_far for stage in stages if stage.corrections is not None]
-        return numbers, stashed, ages, [stage.accumulated for stage in stages]
+        # How many gradients have been accumulated matters to an update; to a backward, only whether there are any.
+        updated = {action.stage for action in executor.next_actions if action.kind is Kind.UPDATE}
+        accumulated = [s.accumulated if s.index in updated else min(1, s.accumulated) for s in stages]
+        return numbers, stashed, ages, accumulated
 
 
 def _assign_branches(tick: Tick, most: int) -> dict[int, int]:

@@ -79,7 +79,7 @@ def accepts(method: Method, schedule: str | Sequence[int]) -> bool:
     own = method.schedule(1, 1)
     if name == own.name:
         return True
-    return name in SYNCHRONOUS and (method.pipelined or own.exact) or name in ASYNCHRONOUS and method.pipelined
+    return (name in SYNCHRONOUS and (method.pipelined or own.exact)) or (name in ASYNCHRONOUS and method.pipelined)
 
 
 def _find(
