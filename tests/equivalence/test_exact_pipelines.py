@@ -193,7 +193,7 @@ def test_gpipe_holds_all_micro_batches_of_an_update_in_the_last_stage_only():
     ("options", "graphs"),
     [
         ({"schedule": "1f1b", "accumulate": 6}, 6),
-        ({"schedule": "1f1b", "accumulate": 12}, 7),  # six of the full pipeline are alike
+        ({"schedule": "1f1b", "accumulate": 12}, 6),  # most ticks of the full pipeline are alike
         ({"schedule": "1f1b", "accumulate": 2}, 2),  # never full
         ({"schedule": "gpipe", "accumulate": 3}, 3),
         ({"schedule": "interleaved:2", "accumulate": 4}, 4),
