@@ -309,6 +309,8 @@ def test_drawn_text_depends_on_seed_and_temperature(verse, capsys):
     assert set("".join(texts)) <= set(VERSE)
     cold = write(capsys, verse, "--max-new-tokens", 30, "--temperature", 1e-6)
     assert cold == write(capsys, verse, "--max-new-tokens", 30, "--temperature", 0) != texts[0]
+    assert cold == write(capsys, verse, "--max-new-tokens", 30, "--top-k", 1)
+    assert cold == write(capsys, verse, "--max-new-tokens", 30, "--top-p", 1e-9)
     network, vocabulary = petra.load(verse), read(verse, "vocabulary.json")
     assert vocabulary[int(network(torch.tensor([[vocabulary.index("\n")]]))[0, -1].argmax())] == cold[0]
 
@@ -327,6 +329,8 @@ def test_what_cannot_be_written(verse, digits, films, copy, capsys):
         (verse, ["--max-new-tokens", "0"], "--max-new-tokens is 0: give 1 or more"),
         (verse, ["--temperature", "-1"], "--temperature is -1.0: give 0 or more"),
         (verse, ["--temperature", "nan"], "--temperature is nan: give 0 or more"),
+        (verse, ["--top-k", "-1"], "--top-k is -1: give 0 or more"),
+        (verse, ["--top-p", "0"], "--top-p is 0.0: give more than 0 and at most 1"),
         (verse, ["--seed", "-1"], "--seed is -1: give 0 or more"),
     ):
         assert main(["generate", str(folder), "--device", "cpu", *arguments]) == 2

@@ -65,7 +65,27 @@ def test_what_has_no_classes_has_a_loss_all_the_same():
     progress = RunProgress()
     progress.count([MicrobatchResult(0, torch.tensor(0.5), torch.zeros(4, 2), torch.zeros(4, 2))])
     progress.read()
-    assert (progress.loss, progress.correct, progress.samples) == (2.0, 0, 4)
+    assert (progress.loss, progress.correct, progress.samples) == (2.0, -1, 4)
+
+
+def test_outputs_of_a_chunked_loss_count_tokens_but_no_correct_answers():
+    progress = RunProgress()
+    targets = torch.tensor([[1, 2, -100], [0, -100, -100]])
+    for _ in range(2):
+        progress.count([MicrobatchResult(0, torch.tensor(0.5), (torch.zeros(2, 3, 4), torch.zeros(5, 4)), targets)])
+    progress.read()
+    assert (progress.loss, progress.correct, progress.samples) == (3.0, -1, 6)
+
+
+def test_an_unknown_accuracy_is_not_shown(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    shown = ProgressBar("petra", 1, 40)
+    shown.start(0, 0)
+    shown.step(lambda: (6.0, -1, 4, 99.0))
+    assert shown._bar.postfix == "loss 1.500, 99 samples/s"
+    record = {"epoch": 1, "train_loss": 1.5, "train_accuracy": None, "test_accuracy": 0.5, "test_loss": 2.0}
+    shown.end(record | {"samples_per_second": 99.0})
+    assert "petra epoch 1/1: loss 1.500, test 50.0% (loss 2.000)" in capsys.readouterr().err
 
 
 def test_time_is_added_lap_by_lap_and_not_while_the_watch_stands(monkeypatch):

@@ -26,6 +26,9 @@ SIZES = {  # parameters, millions published, layers
     "roberta-large": (355_360_770, 355, 26),
     "roberta-small": (16_225_282, None, 6),
     "gpt": (10_942_464, None, 8),
+    "gpt-25m": (24_407_488, None, 9),
+    "gpt-125m": (135_287_040, None, 14),
+    "gpt-350m": (370_724_864, None, 26),
 }
 TINY = {"width": 8, "heads": 2, "depth": 2}
 PAD = 1

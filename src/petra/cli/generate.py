@@ -29,6 +29,10 @@ class GenerateOptions(DeviceOptions):
     temperature: float = option(
         1.0, help="below 1 for likelier text; 0 always takes the likeliest token", metavar="T", minimum=0
     )
+    top_k: int = option(0, help="sample from the K likeliest tokens; 0 for all", metavar="K", minimum=0)
+    top_p: float = option(
+        1.0, help="sample from the likeliest tokens that together have probability P", metavar="P", above=0, maximum=1
+    )
     seed: int = like(RunOptions, "seed", help="seed of the random choices", group=None)
 
 
@@ -65,6 +69,8 @@ def run(options: argparse.Namespace) -> None:
         context=spec.arguments["seq_len"],
         entries=len(vocabulary) or 256,
         temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
         seed=options.seed,
     )
     print(_decode([*prompt, *written], vocabulary))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from petra.formatting import first_line
 from petra.reversible.coupling import Coupling
 from petra.reversible.layer import ReversibleLayer
+from petra.reversible.network import widens
 from petra.reversible.streams import Streams, as_streams, widened
 
 
@@ -83,7 +84,7 @@ class Segment:
             if isinstance(layer, ReversibleLayer):
                 found += [Part((index, i), coupling, False) for i, coupling in enumerate(layer.couplings())]
             else:
-                found.append(Part((index, 0), layer, not getattr(above, "narrows", False)))
+                found.append(Part((index, 0), layer, widens(layer, above)))
         return found
 
 

@@ -7,7 +7,8 @@ Start with `registry.py`: names such as `revnet18`, and how to add your own. `li
   `convolution.py`. `preact_resnet.py` has those of the RevNet paper and `irevnet.py` the fully invertible ones, with
   the pieces of `preactivation.py`.
 - Transformers with one resolution: `vit.py`, `roberta.py` and `gpt.py`. Their blocks are in `transformer.py`, and the
-  residual branches of a block in `attention.py`.
+  residual branches of a block in `attention.py`. GPT can have rotary positions (`rotary.py`), and reads a text one
+  token at a time with `key_value_cache.py`.
 - Transformers with several resolutions: `swin.py` with `window_attention.py`, and `mvit.py` with
   `pooling_attention.py`. `hierarchy.py` has what both share.
 

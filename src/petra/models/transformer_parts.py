@@ -1,11 +1,41 @@
-"""Parts that all transformers share: stochastic depth, the plain block, initialisation, checks."""
+"""Parts that all transformers share: variants of blocks, stochastic depth, the plain block, initialisation, checks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from numbers import Integral
 
 import torch
 from torch import Tensor, nn
+
+RMS_EPSILON = 1e-6
+"""Added to the mean square in RMS norms."""
+
+
+@dataclass(frozen=True)
+class BlockStyle:
+    """The variant of a transformer block. The defaults are those of GPT-2."""
+
+    norm: str = "layernorm"
+    """`layernorm` or `rmsnorm`."""
+    mlp: str = "gelu"
+    """`gelu` or `swiglu`."""
+    rotary: bool = False
+    """True if attention rotates queries and keys by their positions."""
+    kv_heads: int = 0
+    """Heads of keys and values, each shared by a group of query heads; 0 for one per query head."""
+    qk_norm: bool = False
+    """True if the queries and keys of each head are normalised."""
+    bias: bool = True
+    """True if linear layers and layer norms have biases."""
+    residual_scale: float = 1.0
+    """Factor of each residual branch."""
+
+
+def make_norm(kind: str, width: int, bias: bool = True) -> nn.Module:
+    """Build a layer norm or an RMS norm over the channels."""
+    return nn.RMSNorm(width, eps=RMS_EPSILON) if kind == "rmsnorm" else nn.LayerNorm(width, bias=bias)
 
 
 class DropPath(nn.Module):
@@ -71,6 +101,13 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, Integral) or size < 1:
             raise ValueError(f"{name} is {size}: give one integer, 1 or more")
+
+
+def check_choices(**choices: tuple[object, Collection[str]]) -> None:
+    """Raise `ValueError` for a value that is not among its choices."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}: choose from {', '.join(known)}")
 
 
 def check_image(x: Tensor, image_size: int) -> None:

@@ -116,7 +116,7 @@ class Network(nn.Sequential):
                 for layer, above in zip(layers, [*layers[1:], None], strict=True):
                     inner = kwargs if isinstance(layer, Network) and layer._takes_keywords() else {}
                     streams = as_streams(layer(*streams, **inner))
-                    streams = streams if getattr(above, "narrows", False) else widened(streams)
+                    streams = widened(streams) if widens(layer, above) else streams
         return single(streams)
 
     def _takes_keywords(self) -> bool:
@@ -128,3 +128,12 @@ def segments(layers: Iterable[nn.Module]) -> Iterator[tuple[bool, list[nn.Module
     """Divide layers into maximal segments that are either reversible throughout or not at all."""
     for reversible, segment in groupby(layers, lambda layer: isinstance(layer, ReversibleLayer)):
         yield reversible, list(segment)
+
+
+def widens(layer: nn.Module, above: nn.Module | None) -> bool:
+    """Return whether the outputs of a layer are widened to float32 under autocast.
+
+    They are not if the layer above narrows them again (`narrowed`), or if the attribute `narrow_outputs` of the layer
+    is true: the last layer may leave them to a loss in the autocast dtype.
+    """
+    return not getattr(above, "narrows", False) and not getattr(layer, "narrow_outputs", False)

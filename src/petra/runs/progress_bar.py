@@ -13,7 +13,7 @@ _PERIOD = 0.5
 """Seconds between updates of the displayed values, because each synchronizes with the GPU."""
 
 Figures = Callable[[], tuple[float, int, int, float]]
-"""Returns the loss, correct answers and samples of the epoch so far, and samples per second."""
+"""Returns the loss, correct answers (negative if unknown) and samples of the epoch so far, and samples per second."""
 
 
 class ProgressBar:
@@ -47,7 +47,8 @@ class ProgressBar:
             self._next = now + _PERIOD
             loss, correct, samples, rate = figures()
             if samples:
-                text = f"loss {loss / samples:.3f}, accuracy {correct / samples:.1%}, {rate:.0f} samples/s"
+                accuracy = f", accuracy {correct / samples:.1%}" if correct >= 0 else ""
+                text = f"loss {loss / samples:.3f}{accuracy}, {rate:.0f} samples/s"
                 self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
 
@@ -57,7 +58,9 @@ class ProgressBar:
         if not self._quiet:
             trained = "no micro-batch has reached the loss yet"
             if record["train_loss"] is not None:
-                trained = f"loss {record['train_loss']:.3f}, train {record['train_accuracy']:.1%}"
+                trained = f"loss {record['train_loss']:.3f}"
+                if record["train_accuracy"] is not None:
+                    trained += f", train {record['train_accuracy']:.1%}"
             print(
                 f"{self._method} epoch {record['epoch']}/{self._epochs}: {trained}, "
                 f"test {record['test_accuracy']:.1%} (loss {record['test_loss']:.3f}), "

@@ -270,7 +270,7 @@ class Run:
         record = {
             "epoch": progress.epoch,
             "train_loss": loss / samples if samples else None,
-            "train_accuracy": correct / samples if samples else None,
+            "train_accuracy": correct / samples if samples and correct >= 0 else None,
             "test_loss": progress.test_loss,
             "test_accuracy": progress.test_accuracy,
             "lr": self._learning_rate(),
@@ -342,7 +342,7 @@ class Run:
         self._checkpoints.save(run, state["stages"])
 
     def _sums(self) -> list[float]:
-        """The loss, correct answers and samples of the epoch so far, summed over all replicas."""
+        """The loss, correct answers (negative if unknown) and samples of the epoch so far, summed over all replicas."""
         progress = self.progress
         progress.read()
         return self.transport.total([progress.loss, progress.correct, progress.samples])

@@ -17,6 +17,8 @@ class RunProgress:
     """The position and the metrics of a run; a checkpoint stores them next to the state of the trainer.
 
     `loss` and `correct` are sums over `samples` of the epoch so far; each token of a text counts as one sample.
+    `correct` is negative if the outputs do not tell which answers are correct: targets that are not classes, or a
+    network whose loss computes the logits (`chunked_loss`).
     `captured_ticks` were launched as CUDA graphs.
     """
 
@@ -62,7 +64,10 @@ class RunProgress:
                 self._sums = [torch.full((), self.loss, dtype=torch.float64, device=device), *counts]
             answers = count_answers(f.outputs, f.targets, len(f.targets))
             self._sums[0].add_(f.loss.double() * answers)
-            if (correct := count_correct(f.outputs, f.targets)) is not None:
+            correct = count_correct(f.outputs, f.targets)
+            if correct is None:
+                self._sums[1].fill_(-1)
+            else:
                 self._sums[1].add_(correct)
             self._sums[2].add_(answers)
 

@@ -7,9 +7,35 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from petra.reversible.streams import Streams
+from petra.trainer.chunked_loss import chunked_cross_entropy
 
-def cross_entropy(outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross-entropy over all targets; classes are the last dimension of ``outputs``."""
+
+def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the mean cross-entropy over all targets.
+
+    Args:
+        outputs: Logits, with the classes in the last dimension. Or hidden states and the weight that projects them to
+            logits, as a language model with `chunked_loss` returns them; the logits are then computed for one chunk of
+            tokens at a time, and never exist all at once.
+        targets: The classes, in the shape of the outputs without the last dimension. Targets of -100 are ignored.
+        label_smoothing: The weight of the uniform distribution in the targets.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError: If there is not one row of classes for each target.
+    """
+    if isinstance(outputs, tuple) and not _projects(outputs, targets):
+        shapes = ", ".join(str(tuple(x.shape)) for x in outputs)
+        raise ValueError(
+            f"outputs of shapes {shapes} for targets of shape {tuple(targets.shape)}: the network must return logits, "
+            "or hidden states for each target and the weight that projects them to logits"
+        )
+    if isinstance(outputs, tuple):
+        hidden, weight = outputs
+        return chunked_cross_entropy(hidden.flatten(0, -2), weight, targets.flatten(), label_smoothing)
     if targets.shape != outputs.shape[:-1]:
         raise ValueError(
             f"outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: "
@@ -19,7 +45,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0
 
 
 def count_correct(outputs: Any, targets: Any) -> Tensor | None:
-    """Return how many outputs have their largest entry at the target; None unless the targets are classes."""
+    """Return how many outputs have their largest entry at the target; None unless the outputs are logits of classes."""
     classes = _classes(outputs, targets)
     if classes is None:
         return None
@@ -32,7 +58,17 @@ def count_answers(outputs: Any, targets: Any, samples: int) -> Tensor | int:
 
     Cross-entropy ignores negative targets, such as -100, too.
     """
-    return samples if _classes(outputs, targets) is None else (targets >= 0).sum()
+    classifies = _classes(outputs, targets) is not None or _projects(outputs, targets)
+    return (targets >= 0).sum() if classifies else samples
+
+
+def _projects(outputs: Any, targets: Any) -> bool:
+    """Return whether ``outputs`` are hidden states for each target and the weight that projects them to logits."""
+    if not (isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(targets, Tensor)):
+        return False
+    hidden, weight = outputs
+    fits = hidden.shape[:-1] == targets.shape and weight.shape[1:] == hidden.shape[-1:]
+    return bool(weight.ndim == 2 and fits and not targets.is_floating_point())
 
 
 def _classes(outputs: Any, targets: Any) -> int | None:
