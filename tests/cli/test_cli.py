@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from petra import models
 from petra.cli.main import main
 from petra.cli.options import set_up_device
+from petra.cli.parser import COMMANDS
 from petra.runs import checkpoint
 from petra.runs.run import Run
 from petra.runs.run_folder import FolderLock
@@ -294,7 +295,7 @@ def test_an_unknown_schedule_is_named(capsys):
     assert "no schedule named 'lockstep': did you mean 'lock-step'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "generate", "compare", "fidelity", "schedule", "methods"])
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_explains(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

@@ -13,10 +13,12 @@ from helpers.comparison import assert_same_run, make_optimizer
 from helpers.networks import batches, mixed_network, reversible_network
 from helpers.ranks import run_ranks
 from helpers.reference import train_pipelined, train_sequential
+from helpers.token_folders import write_tokens
 from helpers.trainers import same_weights, trained
 
 from petra import Network, ReversibleBlock, Trainer, check_invertible, models, plain_autograd
 from petra.cli.main import main
+from petra.data import Batches, load_data, token_files
 from petra.distributed import ProcessTransport
 from petra.pipeline import partition
 
@@ -194,3 +196,18 @@ def test_nccl_with_the_one_rank_that_one_gpu_allows(tmp_path):
         assert same_weights(trained(network, transport=transport, **options), trained(twin, **options))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("vocab_size", [2**16, 2**17])
+@pytest.mark.parametrize("resident_bytes", [0, 2**29])
+def test_token_files_give_the_same_batches_as_on_the_cpu(tmp_path, monkeypatch, vocab_size, resident_bytes):
+    monkeypatch.setattr(token_files, "_RESIDENT_BYTES", resident_bytes)
+    row = torch.randint(vocab_size, (999,), generator=torch.Generator().manual_seed(0)).tolist()
+    data = load_data(f"tokens:{write_tokens(tmp_path, row, row, vocab_size)}", seq_len=7)
+    for split in ("train", "test"):
+        on_cpu, on_cuda = (Batches(data, split, 5, seed=1, device=device) for device in ("cpu", "cuda"))
+        for (x, y), (u, v) in zip(on_cpu.epoch(2), on_cuda.epoch(2), strict=True):
+            assert u.is_cuda
+            assert v.is_cuda
+            assert torch.equal(x, u.cpu())
+            assert torch.equal(y, v.cpu())

@@ -138,20 +138,19 @@ def _check_same(config: RunConfig, folder: Path) -> None:
 
 def table(summaries: list[dict[str, Any]]) -> str:
     """Return the comparison as a table with one row per method."""
-    return render(
-        ["method", "stages", "schedule", "test accuracy", "samples/s", "peak activation memory", "stashed weights"],
-        [
-            [s["method"], len(s["stages"]), s["schedule"], DIVERGED, "", "", ""]
-            if DIVERGED in s
-            else [
-                s["method"],
-                len(s["stages"]),
-                s["schedule"],
-                f"{s['test_accuracy']:.2%}",
-                f"{s['samples_per_second']:.0f}",
-                mebibytes(s["activation_peak_bytes"]),
-                mebibytes(sum(stage["stashed_weights"] for stage in s["memory_bytes"])),
-            ]
-            for s in summaries
-        ],
-    )
+    of_text = any("bits_per_byte" in s for s in summaries)
+    columns = ["test accuracy", *["bits per byte"] * of_text, "samples/s", "peak activation memory", "stashed weights"]
+
+    def cells(s: dict[str, Any]) -> list[str]:
+        if DIVERGED in s:
+            return [DIVERGED, *[""] * (len(columns) - 1)]
+        return [
+            f"{s['test_accuracy']:.2%}",
+            *([f"{s['bits_per_byte']:.4f}"] if of_text else []),
+            f"{s['samples_per_second']:.0f}",
+            mebibytes(s["activation_peak_bytes"]),
+            mebibytes(sum(stage["stashed_weights"] for stage in s["memory_bytes"])),
+        ]
+
+    rows = [[s["method"], len(s["stages"]), s["schedule"], *cells(s)] for s in summaries]
+    return render(["method", "stages", "schedule", *columns], rows)

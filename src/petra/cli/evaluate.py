@@ -57,9 +57,11 @@ def run(options: argparse.Namespace) -> None:
         options.folder, data=options.data, device=device, batch_size=options.batch_size, autocast=options.autocast
     )
     if options.json:
-        print(json.dumps({"folder": str(options.folder), **asdict(score)}))
+        found = {name: value for name, value in asdict(score).items() if value is not None}
+        print(json.dumps({"folder": str(options.folder), **found}))
         return
+    bits = "" if score.bits_per_byte is None else f", {score.bits_per_byte:.4f} bits per byte"
     print(
-        f"{score.model} on {score.data}: test accuracy {score.test_accuracy:.2%}, test loss {score.test_loss:.4f} "
-        f"({score.samples} {score.unit})"
+        f"{score.model} on {score.data}: test accuracy {score.test_accuracy:.2%}, "
+        f"test loss {score.test_loss:.4f}{bits} ({score.samples} {score.unit})"
     )

@@ -9,23 +9,24 @@ from typing import Any
 
 from petra.cli.device import set_up_device
 from petra.cli.options import DeviceOptions, add_options
-from petra.data.text import encode_characters
 from petra.models.registry import task
 from petra.runs.generation import generate
 from petra.runs.model_arguments import accepted
 from petra.runs.option_fields import check_values, like, option
 from petra.runs.run_folder import check_finished
 from petra.runs.run_options import RunOptions
-from petra.runs.trained_network import NetworkSpec, load, read_vocabulary
+from petra.runs.trained_network import NetworkSpec, load, read_tokenizer
 
 
 @dataclass(kw_only=True)
 class GenerateOptions(DeviceOptions):
     """The options of `petra generate`."""
 
-    folder: Path = option(help="folder of `petra train --data text:FILE`", metavar="FOLDER", positional=True)
-    prompt: str = option("", help="start of the text", metavar="TEXT", default_text="a new line")
-    max_new_tokens: int = option(500, help="characters, or bytes, to write", metavar="N", minimum=1)
+    folder: Path = option(
+        help="folder of `petra train --data text:FILE`, bytes:FILE or tokens:FOLDER", metavar="FOLDER", positional=True
+    )
+    prompt: str = option("", help="start of the text", metavar="TEXT", default_text="a new line, or a new document")
+    max_new_tokens: int = option(500, help="characters, bytes or other tokens to write", metavar="N", minimum=1)
     temperature: float = option(
         1.0, help="below 1 for likelier text; 0 always takes the likeliest token", metavar="T", minimum=0
     )
@@ -40,8 +41,8 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "generate",
-        description="Prints a text that the language model of a run writes, character by character (or byte by byte, "
-        "for a run on bytes:FILE).",
+        description="Prints a text that the language model of a run writes, token by token. A run on tokens:FOLDER "
+        "stops at the end of a document.",
         epilog="Example: petra generate runs/shakespeare --prompt 'ROMEO:' --max-new-tokens 300 --temperature 0.8",
     )
     add_options(parser, GenerateOptions)
@@ -60,36 +61,18 @@ def run(options: argparse.Namespace) -> None:
             f"{spec.model} in {options.folder} is for {task(takes)}, not for writing text: give the folder of a "
             "language model, like rev-gpt"
         )
-    vocabulary = read_vocabulary(options.folder)
-    prompt = _encode(options.prompt, vocabulary)
+    tokenizer = read_tokenizer(options.folder, "--prompt")
+    prompt = tokenizer.encode(options.prompt)
     written = generate(
         load(options.folder, device),
-        prompt or [_start(vocabulary)],
+        prompt or [tokenizer.start],
         options.max_new_tokens,
         context=spec.arguments["seq_len"],
-        entries=len(vocabulary) or 256,
+        entries=tokenizer.vocab_size,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
+        stop=tokenizer.end,
     )
-    print(_decode([*prompt, *written], vocabulary))
-
-
-def _encode(text: str, vocabulary: tuple[str, ...]) -> list[int]:
-    if not vocabulary:
-        return list(text.encode("utf-8", "surrogateescape"))
-    return [int(token) for token in encode_characters(text, vocabulary, "--prompt")]
-
-
-def _decode(tokens: list[int], vocabulary: tuple[str, ...]) -> str:
-    if not vocabulary:
-        return bytes(tokens).decode("utf-8", "replace")
-    return "".join(vocabulary[token] for token in tokens)
-
-
-def _start(vocabulary: tuple[str, ...]) -> int:
-    """The token before a text without a prompt."""
-    if not vocabulary:
-        return ord("\n")
-    return vocabulary.index("\n") if "\n" in vocabulary else 0
+    print(tokenizer.decode([*prompt, *written]))

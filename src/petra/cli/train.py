@@ -135,11 +135,12 @@ def _result(summary: dict[str, Any]) -> str:
     corrections = "".join(f" + {name}" for name in summary["corrections"])
     where = f" and {summary['ranks']} ranks" if summary["ranks"] > 1 else ""
     where += f" in {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
+    bits = f" ({summary['bits_per_byte']:.4f} bits per byte)" if "bits_per_byte" in summary else ""
     return (
         f"{summary['method']}{corrections} on {counted(len(summary['stages']), 'stage')}{where} "
         f"({summary['schedule']}): test accuracy {summary['test_accuracy']:.2%} "
         f"(best {summary['best_test_accuracy']:.2%} in epoch {summary['best_epoch']}), "
-        f"test loss {summary['test_loss']:.4f}, {summary['samples_per_second']:.0f} samples/s, "
+        f"test loss {summary['test_loss']:.4f}{bits}, {summary['samples_per_second']:.0f} samples/s, "
         f"peak activations {mebibytes(summary['activation_peak_bytes'])}"
     )
 

@@ -1,4 +1,4 @@
-"""Data sets in memory, and batches that depend on nothing but seed, epoch and index.
+"""Data sets, and batches that depend on nothing but seed, epoch and index.
 
 Start with `sources.py`: `load_data` turns a name or a path into a data set. `dataset.py` defines the interface that all
 data sets share, and `batches.py` makes batches from it on the device. The other files, by kind of data:
@@ -6,7 +6,9 @@ data sets share, and `batches.py` makes batches from it on the device. The other
 - Images: `images.py` is the data set, and `image_split.py` augments and normalises batches. `builtin.py`, `cifar.py`
   (with `safe_pickle.py`), `image_folder.py` and `parquet_images.py` read them; `image_decoding.py` decodes PNG, JPEG
   and other formats.
-- One long text, for language models: `text.py`.
+- One long text, for language models: `text.py`, by characters or bytes, in memory. `token_files.py` has the tokens of a
+  tokenizer, in files of any size. `tokenization.py` writes them, with `documents.py`, which reads texts, and
+  `tokenizer.py`. `bits_per_byte.py` converts the loss.
 - Labelled texts: `sentences.py` is the data set, `labelled_text.py` reads it, and `vocabulary.py` turns words into
   tokens.
 
@@ -14,21 +16,31 @@ data sets share, and `batches.py` makes batches from it on the device. The other
 """
 
 from petra.data.batches import Batches
+from petra.data.bits_per_byte import bits_per_byte
 from petra.data.dataset import Data, Split, fingerprint
 from petra.data.images import ImageData
 from petra.data.sentences import SentenceData
 from petra.data.sources import load_data
 from petra.data.text import TextData
+from petra.data.token_files import TokenCounts, TokenData, TokenInfo
+from petra.data.tokenization import tokenize
+from petra.data.tokenizer import HuggingFaceTokenizer
 from petra.data.vocabulary import Vocabulary
 
 __all__ = [
     "Batches",
     "Data",
+    "HuggingFaceTokenizer",
     "ImageData",
     "SentenceData",
     "Split",
     "TextData",
+    "TokenCounts",
+    "TokenData",
+    "TokenInfo",
     "Vocabulary",
+    "bits_per_byte",
     "fingerprint",
     "load_data",
+    "tokenize",
 ]

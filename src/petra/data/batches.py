@@ -15,8 +15,8 @@ class Batches:
     """Batches of one split as a pure function of (seed, epoch, index).
 
     There is no state, so iteration can resume at any batch with the same results. The split is moved to the device
-    once. Random numbers are drawn on the CPU, so every device gets the same batches. The training split is shuffled in
-    each epoch; the test split keeps its order and is never augmented.
+    once, except for large token files. Random numbers are drawn on the CPU, so every device gets the same batches. The
+    training split is shuffled in each epoch; the test split keeps its order and is never augmented.
 
     Args:
         data: The data set.
@@ -169,12 +169,13 @@ class Batches:
 
     def _order(self, epoch: int) -> Tensor:
         if not self._shuffle:
-            return torch.arange(self.samples, device=self.device)
+            return torch.arange(self.samples, device=self._split.device)
         random = keyed_generator(self.seed, "order", epoch)
         return self._send(torch.randperm(self.samples, generator=random, device="cpu"))
 
     def _send(self, drawn: Tensor) -> Tensor:
         # From pinned memory the copy is asynchronous: drawing the next batch never waits for the GPU.
-        if self.device.type == "cuda":
-            return drawn.pin_memory().to(self.device, non_blocking=True)
-        return drawn.to(self.device)
+        device = self._split.device
+        if device.type == "cuda":
+            return drawn.pin_memory().to(device, non_blocking=True)
+        return drawn.to(device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,11 @@ SplitName = Literal["train", "test"]
 
 
 class Split(Protocol):
-    """One split of a data set on a device, with samples that are accessed by index."""
+    """One split of a data set, with samples that are accessed by index."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the indices and random numbers that `take` is given."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -43,13 +47,13 @@ class Split(Protocol):
             drawn: The batch's random numbers from `draw`, on the split's device.
 
         Returns:
-            Inputs and targets, in newly allocated memory.
+            Inputs and targets on the device of the batches, in newly allocated memory.
 
         """
 
 
 class Data(Protocol):
-    """A data set in memory."""
+    """A data set in memory or in files."""
 
     @property
     def name(self) -> str:
@@ -69,7 +73,7 @@ class Data(Protocol):
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The text of each token; empty for images and for tokens that are bytes."""
+        """The text of each token; empty for images, for tokens that are bytes, and for those of a `tokenizer.json`."""
 
     def split(self, name: SplitName, *, augment: bool, device: torch.device, dtype: torch.dtype) -> Split:
         """Move one split to a device.
@@ -84,6 +88,15 @@ class Data(Protocol):
             The split.
 
         """
+
+
+@runtime_checkable
+class Hashed(Protocol):
+    """A data set that knows the hash of its contents."""
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of all samples, in hexadecimal."""
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -101,12 +114,14 @@ def fingerprint(data: Data) -> str:
     """Hash a data set, to detect that a resumed run has other data than the run had before.
 
     Args:
-        data: The data set, a dataclass with tensors.
+        data: The data set, a dataclass with tensors. The hash of `TokenData` is in its files.
 
     Returns:
         SHA-256 of all samples and of the vocabulary, in hexadecimal.
 
     """
+    if isinstance(data, Hashed):
+        return data.content_hash
     hashed = hashlib.sha256()
     assert is_dataclass(data)
     for field in fields(data):

@@ -24,7 +24,7 @@ class ImageSplit:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._images, self._labels = images.to(device), labels.to(device)
+        self._images, self._labels, self.device = images.to(device), labels.to(device), device
         self._padding, self._flip, self._dtype = crop_padding, flip, dtype
         # (x / max - mean) / std as x * scale + shift. The result is rounded to half precision only once, at the end.
         self._compute_dtype = torch.float64 if dtype == torch.float64 else torch.float32

@@ -20,7 +20,7 @@ class SentenceSplit:
     """Tokens and labels on a device. Nothing about them is random."""
 
     def __init__(self, tokens: Tensor, labels: Tensor, device: torch.device) -> None:
-        self._tokens, self._labels = tokens.to(device), labels.to(device)
+        self._tokens, self._labels, self.device = tokens.to(device), labels.to(device), device
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -12,6 +12,7 @@ from petra.data.images import ImageData
 from petra.data.parquet_images import read_parquet_images
 from petra.data.sentences import read_sentences
 from petra.data.text import read_text
+from petra.data.token_files import read_tokens
 
 _SENTENCES = "labelled texts: train.tsv and test.tsv (or dev.tsv), or parquet, with columns sentence and label"
 _IMAGE_FOLDERS: tuple[tuple[Callable[[Path, bool], ImageData | None], str], ...] = (
@@ -33,8 +34,8 @@ def load_data(
     """Load a data set by its name or path.
 
     Args:
-        spec: `digits`, `synthetic[:CxHxW:classes[:train_samples]]`, `text:FILE` (characters), `bytes:FILE`, or a folder
-            with images or labelled texts.
+        spec: `digits`, `synthetic[:CxHxW:classes[:train_samples]]`, `text:FILE` (characters), `bytes:FILE`,
+            `tokens:FOLDER` of `petra tokenize`, or a folder with images or labelled texts.
         seed: Seed of synthetic data; other data does not depend on it.
         seq_len: Tokens per sample of text; by default 256, and 64 for labelled texts.
         vocab_size: Maximum number of entries in the vocabulary of labelled texts, by default 8192.
@@ -54,15 +55,19 @@ def load_data(
 
     """
     kind, _, rest = spec.partition(":")
-    if kind in ("text", "bytes"):
-        return _load_text(kind, rest, seq_len, vocab_size, vocabulary)
+    if kind in ("text", "bytes", "tokens"):
+        _reject_vocab_size(kind, vocab_size)
+        if kind == "tokens":
+            return read_tokens(Path(os.path.expanduser(rest)), seq_len, test_only)
+        return _load_text(kind, rest, seq_len, vocabulary)
     if kind in ("digits", "synthetic") and (kind == "synthetic" or not rest):
         _reject_text_options(spec, seq_len, vocab_size)
         return synthetic(spec, seed) if kind == "synthetic" else digits()
     folder = os.path.expanduser(spec)
     if not os.path.exists(folder):
         raise FileNotFoundError(
-            f"no data set or folder {spec!r}: give digits, synthetic, text:FILE, bytes:FILE or an existing folder"
+            f"no data set or folder {spec!r}: give digits, synthetic, text:FILE, bytes:FILE, tokens:FOLDER or an "
+            "existing folder"
         )
     if not os.path.isdir(folder):
         raise ValueError(f"{spec!r} is a file: give its folder, or text:{spec} to train a language model on it")
@@ -76,16 +81,19 @@ def load_data(
     raise ValueError(f"{spec!r} contains no data set in a known format: give a folder of {known}")
 
 
-def _load_text(kind: str, path: str, seq_len: int | None, vocab_size: int | None, vocabulary: Sequence[str]) -> Data:
+def _load_text(kind: str, path: str, seq_len: int | None, vocabulary: Sequence[str]) -> Data:
     file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {path!r}: give {kind}:FILE with the path of a text file")
+    return read_text(file, "bytes" if kind == "bytes" else "characters", seq_len, vocabulary)
+
+
+def _reject_vocab_size(kind: str, vocab_size: int | None) -> None:
     if vocab_size is not None:
         raise ValueError(
-            f"--vocab-size is {vocab_size}, but {kind}:FILE has a fixed vocabulary: "
-            "leave it out, or give a folder of labelled texts"
+            f"--vocab-size is {vocab_size}, but {kind}:{'FOLDER' if kind == 'tokens' else 'FILE'} has a fixed "
+            "vocabulary: leave it out, or give a folder of labelled texts"
         )
-    return read_text(file, "bytes" if kind == "bytes" else "characters", seq_len, vocabulary)
 
 
 def _reject_text_options(spec: str, seq_len: int | None, vocab_size: int | None) -> None:

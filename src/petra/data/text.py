@@ -25,8 +25,12 @@ class WindowSplit:
     """
 
     def __init__(self, tokens: Tensor, seq_len: int, random_shift: bool, device: torch.device) -> None:
-        self._tokens, self._seq_len = tokens.to(device), seq_len
-        pairs = len(tokens) - 1  # of a token and its target
+        self._tokens = tokens.to(device)
+        self._set_windows(len(tokens), seq_len, random_shift, device)
+
+    def _set_windows(self, tokens: int, seq_len: int, random_shift: bool, device: torch.device) -> None:
+        self.device, self._seq_len = device, seq_len
+        pairs = tokens - 1  # of a token and its target
         self._count = pairs // seq_len
         if random_shift:
             self._count = max(1, (pairs + 1 - seq_len) // seq_len)
@@ -47,8 +51,28 @@ class WindowSplit:
         starts = index * self._seq_len
         if drawn is not None:
             starts = starts + drawn[0]
-        windows = self._tokens[starts.unsqueeze(1) + self._offsets].long()
+        windows = self._gather(starts.unsqueeze(1) + self._offsets)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _gather(self, positions: Tensor) -> Tensor:
+        tokens = self._tokens[positions].long()
+        # PyTorch cannot index uint16 on every device: int16 has the bits of uint16.
+        return tokens & 0xFFFF if self._tokens.dtype == torch.int16 else tokens
+
+
+class MappedWindowSplit(WindowSplit):
+    """The windows of a file that is mapped into memory: only those of a batch are read and copied to the device."""
+
+    def __init__(self, tokens: NDArray[Any], seq_len: int, random_shift: bool, device: torch.device) -> None:
+        self._mapped, self._target = tokens, device
+        self._set_windows(len(tokens), seq_len, random_shift, torch.device("cpu"))
+
+    def _gather(self, positions: Tensor) -> Tensor:
+        # int32 halves the copy. From pinned memory it is asynchronous, so the host does not wait for the GPU.
+        tokens = torch.from_numpy(self._mapped[positions.numpy()].astype(np.int32))
+        if self._target.type == "cuda":
+            tokens = tokens.pin_memory().to(self._target, non_blocking=True)
+        return tokens.to(self._target).long()
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +125,15 @@ class TextData:
     @property
     def arguments(self) -> dict[str, Any]:
         return {"vocab_size": self.vocab_size, "seq_len": self.seq_len}
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Mean number of bytes of text for each token of the test split: 1 if tokens are bytes."""
+        if not self.vocabulary:
+            return 1.0
+        sizes = torch.tensor([len(entry.encode()) for entry in self.vocabulary], device="cpu")
+        counts = torch.bincount(self.test_tokens.cpu(), minlength=len(sizes))
+        return int((counts * sizes).sum()) / len(self.test_tokens)
 
     def split(self, name: SplitName, *, augment: bool, device: torch.device, dtype: torch.dtype) -> WindowSplit:
         """Move one split to a device.

@@ -257,12 +257,17 @@ def remove_all(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON in one step."""
-    text = json.dumps(value, indent=2) + "\n"
+    write_bytes(path, to_json_bytes(value))
 
-    def write(file: IO[bytes]) -> None:
-        file.write(text.encode())
 
-    write_atomically(path, write)
+def to_json_bytes(value: Any) -> bytes:
+    """Return the contents of a file with indented JSON."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file in one step."""
+    write_atomically(path, lambda file: file.write(content))
 
 
 def export_weights(network: Mapping[str, Tensor], path: Path) -> None:

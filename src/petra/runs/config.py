@@ -173,7 +173,7 @@ class RunConfig(RunOptions):
         return StepLRSchedule(self.epochs, updates, self.warmup_epochs, tuple(self.lr_milestones))
 
     def load_data(self, vocabulary: Sequence[str] = (), test_only: bool = False) -> Data:
-        """Read the data set into memory.
+        """Load the data set.
 
         Args:
             vocabulary: The vocabulary to encode text with; empty means that of the data itself.

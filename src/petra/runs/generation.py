@@ -24,6 +24,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    stop: int | None = None,
 ) -> list[int]:
     """Sample tokens that continue a prompt.
 
@@ -42,6 +43,7 @@ def generate(
         top_k: Sample only from the k likeliest tokens; 0 for all.
         top_p: Sample only from the likeliest tokens that together have this probability; 1 for all.
         seed: The seed of the samples.
+        stop: A token that ends the text early; it is not returned.
 
     Returns:
         The new tokens.
@@ -62,6 +64,8 @@ def generate(
             else:
                 probabilities = _likeliest(torch.softmax((logits - logits.max()) / temperature, 0), top_k, top_p)
                 tokens.append(int(torch.multinomial(probabilities, 1, generator=random)))
+            if tokens[-1] == stop:
+                return tokens[len(prompt) : -1]
     return tokens[len(prompt) :]
 
 

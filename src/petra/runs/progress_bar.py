@@ -61,9 +61,10 @@ class ProgressBar:
                 trained = f"loss {record['train_loss']:.3f}"
                 if record["train_accuracy"] is not None:
                     trained += f", train {record['train_accuracy']:.1%}"
+            bits = f", {record['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in record else ""
             print(
                 f"{self._method} epoch {record['epoch']}/{self._epochs}: {trained}, "
-                f"test {record['test_accuracy']:.1%} (loss {record['test_loss']:.3f}), "
+                f"test {record['test_accuracy']:.1%} (loss {record['test_loss']:.3f}{bits}), "
                 f"{record['samples_per_second']:.0f} samples/s",
                 file=sys.stderr,
             )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from petra.data import Batches, Data, fingerprint
+from petra.data import Batches, Data, bits_per_byte, fingerprint
 from petra.distributed import SingleProcess, Transport
 from petra.distributed.job import job_name
 from petra.measure import MemoryProbe, Timeline
@@ -30,7 +30,6 @@ from petra.runs.run_folder import (
     NETWORK,
     SUMMARY,
     TRACE,
-    VOCABULARY,
     WEIGHTS,
     FolderLock,
     check_no_run,
@@ -38,7 +37,7 @@ from petra.runs.run_folder import (
 )
 from petra.runs.run_progress import RunProgress, ThroughputTimer
 from petra.runs.summary import read_summary, summarise
-from petra.runs.trained_network import NetworkSpec
+from petra.runs.trained_network import NetworkSpec, vocabulary_files
 from petra.runs.trainer_setup import TrainerSetup, config_warnings
 from petra.runs.weight_files import same_weights
 from petra.trainer.loss import cross_entropy
@@ -47,10 +46,10 @@ from petra.trainer.loss import cross_entropy
 class Run:
     """One training run in one folder.
 
-    The folder holds `config.json`, `network.json`, `metrics.jsonl`, `checkpoint/`, for text `vocabulary.json`, and at
-    the end `summary.json` and `weights.safetensors`. With a transport, all ranks take part in the same run; the one
-    with the last stage writes the files and the messages. On a GPU in one process, ticks are captured as CUDA graphs
-    unless `cuda_graph` is False; that changes the speed and nothing else.
+    The folder holds `config.json`, `network.json`, `metrics.jsonl`, `checkpoint/`, for text `vocabulary.json` or
+    `tokenizer.json`, and at the end `summary.json` and `weights.safetensors`. With a transport, all ranks take part in
+    the same run; the one with the last stage writes the files and the messages. On a GPU in one process, ticks are
+    captured as CUDA graphs unless `cuda_graph` is False; that changes the speed and nothing else.
 
     Args:
         config: The options that decide the result.
@@ -100,9 +99,8 @@ class Run:
         self._load_data(data)
         self._checkpoints = checkpoint.Checkpoints(folder / CHECKPOINTS, transport, ignore_existing=overwrite)
         resumed = resume and self._checkpoints.exist()
-        setup = TrainerSetup(
-            config, self._network_spec, len(self.train), self.device, self._data.vocabulary, resumed=resumed
-        )
+        files = vocabulary_files(self._data)
+        setup = TrainerSetup(config, self._network_spec, len(self.train), self.device, files, resumed=resumed)
         self.trainer = setup.build(transport, config.stages, config.schedule, placement, cuda_graph)
         self.progress, metrics_bytes = RunProgress(), 0
         self._fill_start = 0  # the micro-batch at which this pipeline began to fill
@@ -149,8 +147,8 @@ class Run:
             raise ValueError(f"another process has trained in {folder} meanwhile: --resume continues from there")
         checkpoint.write_json(folder / CONFIG, self.config.to_json())
         checkpoint.write_json(folder / NETWORK, asdict(self._network_spec))
-        if self._data.vocabulary:
-            checkpoint.write_json(folder / VOCABULARY, self._data.vocabulary)
+        for file, content in vocabulary_files(self._data).items():
+            checkpoint.write_bytes(folder / file, content)
         if name := job_name():
             checkpoint.write_json(folder / JOB, name)
 
@@ -267,7 +265,7 @@ class Run:
         if progress.test_accuracy > progress.best_accuracy:
             progress.best_accuracy, progress.best_epoch = progress.test_accuracy, progress.epoch
         loss, correct, samples = self._sums()
-        record = {
+        record: dict[str, Any] = {
             "epoch": progress.epoch,
             "train_loss": loss / samples if samples else None,
             "train_accuracy": correct / samples if samples and correct >= 0 else None,
@@ -277,6 +275,8 @@ class Run:
             "samples_per_second": progress.rate,
             "seconds": progress.seconds,
         }
+        if (bits := bits_per_byte(self._data, test.loss)) is not None:
+            record["bits_per_byte"] = bits
         self.metrics.write(self.trainer.executor.microbatches, record)
         self.progress_bar.end(record)
         progress.start_epoch()
@@ -285,7 +285,8 @@ class Run:
 
     def _finish(self) -> dict[str, Any]:
         weights = self._whole_network()
-        summary = summarise(self.config, self.trainer, self.progress, weights)
+        bits = bits_per_byte(self._data, self.progress.test_loss)
+        summary = summarise(self.config, self.trainer, self.progress, weights, bits)
         if self.transport.position.is_main:
             checkpoint.export_weights(weights, self.folder / WEIGHTS)
             checkpoint.write_json(self.folder / SUMMARY, summary)

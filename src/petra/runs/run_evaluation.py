@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from petra.data import Batches, Data, ImageData
+from petra.data import Batches, Data, ImageData, TokenData, bits_per_byte
 from petra.runs.config import RunConfig
 from petra.runs.model_arguments import check_fits
-from petra.runs.run_folder import CONFIG
-from petra.runs.trained_network import NetworkSpec, class_names, load, read_vocabulary
+from petra.runs.run_folder import CONFIG, TOKENIZER
+from petra.runs.trained_network import NetworkSpec, class_names, load, read_vocabulary, token_kind, vocabulary_files
 from petra.trainer.evaluation import evaluate_network
 from petra.trainer.loss import cross_entropy
 
@@ -26,6 +26,8 @@ class Score:
     test_loss: float
     samples: int
     unit: str
+    bits_per_byte: float | None
+    """The test loss of a running text in bits per byte."""
 
 
 def evaluate_run(
@@ -70,7 +72,15 @@ def evaluate_run(
         comm_dtype=config.comm_torch_dtype,
         device=device,
     )
-    return Score(config.model, config.data, result.accuracy or 0.0, result.loss, result.samples, test_data.unit)
+    return Score(
+        model=config.model,
+        data=config.data,
+        test_accuracy=result.accuracy or 0.0,
+        test_loss=result.loss,
+        samples=result.samples,
+        unit=test_data.unit,
+        bits_per_byte=bits_per_byte(test_data, result.loss),
+    )
 
 
 def _load_test_data(config: RunConfig, spec: NetworkSpec, folder: Path) -> Data:
@@ -85,10 +95,28 @@ def _load_test_data(config: RunConfig, spec: NetworkSpec, folder: Path) -> Data:
         )
     if isinstance(data, ImageData):
         return replace(data, mean=tuple(spec.mean), std=tuple(spec.std))
+    if isinstance(data, TokenData) or token_kind(folder) == "tokens":
+        return _check_tokenizer(data, config.data, folder)
     vocabulary = read_vocabulary(folder)
     if data.vocabulary != vocabulary:
         data = config.load_data(vocabulary, test_only=True)
     if data.vocabulary != vocabulary:
         kinds = ("characters", "bytes") if vocabulary else ("bytes", "characters")
         raise ValueError(f"the network reads {kinds[0]}, but {config.data} is {kinds[1]}: give data as in the run")
+    return data
+
+
+def _check_tokenizer(data: Data, spec: str, folder: Path) -> Data:
+    """Raise ValueError unless the data and the run have the same `tokenizer.json`."""
+    own = folder / TOKENIZER
+    if token_kind(folder) != "tokens":
+        raise ValueError(
+            f"the network does not read tokens of a tokenizer.json, as {spec} has: give data as in the run"
+        )
+    if not own.exists():
+        raise ValueError(f"{own} is missing: restore it, because it defines the tokens")
+    if vocabulary_files(data) != {TOKENIZER: own.read_bytes()}:
+        raise ValueError(
+            f"{spec} was not encoded with the tokenizer of the run: give tokens of `petra tokenize --tokenizer {own}`"
+        )
     return data

@@ -12,9 +12,10 @@ from petra.runs import checkpoint
 
 FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
-    *("vocabulary.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
+    *("vocabulary.json", "tokenizer.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
 )
-CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, NETWORK, FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE = FILES
+CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *_FIDELITY_FILES = FILES
+FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE = _FIDELITY_FILES
 CHECKPOINTS = "checkpoint"
 
 

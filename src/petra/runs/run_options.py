@@ -36,8 +36,9 @@ class RunOptions:
         default_text="random weights",
     )
     data: str = option(
-        help="digits, synthetic[:CxHxW:CLASSES], text:FILE (by characters), bytes:FILE, or a folder: CIFAR-10/100 "
-        "batches, parquet shards, image folders, or labelled sentences in train.tsv and test.tsv or dev.tsv",
+        help="digits, synthetic[:CxHxW:CLASSES], text:FILE (by characters), bytes:FILE, tokens:FOLDER (of "
+        "`petra tokenize`), or a folder: CIFAR-10/100 batches, parquet shards, image folders, or labelled sentences in "
+        "train.tsv and test.tsv or dev.tsv",
         group=MODEL,
         metavar="SPEC",
     )

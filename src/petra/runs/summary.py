@@ -16,7 +16,7 @@ from petra.trainer.trainer import Trainer, weights_hash
 
 
 def summarise(
-    config: RunConfig, trainer: Trainer, progress: RunProgress, weights: Mapping[str, Tensor]
+    config: RunConfig, trainer: Trainer, progress: RunProgress, weights: Mapping[str, Tensor], bits: float | None
 ) -> dict[str, Any]:
     """Return the contents of `summary.json`.
 
@@ -25,6 +25,7 @@ def summarise(
         trainer: Its trainer.
         progress: Its final progress.
         weights: The weights of the whole network.
+        bits: The test loss in bits per byte, if the data is a running text.
 
     Returns:
         JSON values.
@@ -46,6 +47,7 @@ def summarise(
         "parameters": sum(p.numel() for p in trainer.network.parameters()),
         "test_accuracy": progress.test_accuracy,
         "test_loss": progress.test_loss,
+        **({} if bits is None else {"bits_per_byte": bits}),
         "best_test_accuracy": progress.best_accuracy,
         "best_epoch": progress.best_epoch,
         "samples_per_second": progress.rate,

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from petra import models
-from petra.data import Data, ImageData, SentenceData
+from petra.data import Data, ImageData, SentenceData, TokenData
+from petra.data.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from petra.reversible import FixedPointCoupling, Network
+from petra.runs.checkpoint import to_json_bytes
 from petra.runs.config import RunConfig
 from petra.runs.model_arguments import check_options, default_arguments, network_arguments
-from petra.runs.run_folder import CONFIG, NETWORK, VOCABULARY, WEIGHTS, check_finished
+from petra.runs.run_folder import CONFIG, NETWORK, TOKENIZER, VOCABULARY, WEIGHTS, check_finished
 from petra.runs.weight_files import check_hash, check_names, other_shapes, read_weights
 from petra.trainer.validation import check_device
 
@@ -31,6 +33,8 @@ class NetworkSpec:
     """The mean of each channel of images whose pixels are scaled to [0, 1]; inputs are normalised by it and `std`."""
     std: list[float] = field(default_factory=list)
     class_names: list[str] = field(default_factory=list)
+    end_of_text: int | None = None
+    """The token that separates documents, for tokens of a `tokenizer.json`."""
 
     @classmethod
     def of(cls, config: RunConfig, data: Data) -> NetworkSpec:
@@ -43,6 +47,7 @@ class NetworkSpec:
             mean=list(data.mean) if isinstance(data, ImageData) else [],
             std=list(data.std) if isinstance(data, ImageData) else [],
             class_names=class_names(data),
+            end_of_text=data.info.end_of_text if isinstance(data, TokenData) else None,
         )
 
     @classmethod
@@ -68,7 +73,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
     """Load the trained network of a finished run, in evaluation mode.
 
     Inputs are as in training: images are floats of shape (batch, channels, height, width), normalised by `mean` and
-    `std` in the run's `network.json`; tokens are indices into its `vocabulary.json`.
+    `std` in the run's `network.json`; tokens are indices into its `vocabulary.json`, or those of its
+    `tokenizer.json`.
 
     >>> network = petra.load("runs/digits")              # doctest: +SKIP
     >>> classes = network(images).argmax(-1)             # doctest: +SKIP
@@ -99,8 +105,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
 
 
 def read_vocabulary(folder: Path) -> tuple[str, ...]:
-    """Return the text of each token of a run on text; empty if tokens are bytes."""
-    if RunConfig.read(folder / CONFIG).data.partition(":")[0] == "bytes":
+    """Return the text of each token of a run on text; empty if tokens are bytes or those of a `tokenizer.json`."""
+    if token_kind(folder) in ("bytes", "tokens"):
         return ()
     file = folder / VOCABULARY
     try:
@@ -112,6 +118,42 @@ def read_vocabulary(folder: Path) -> tuple[str, ...]:
         raise ValueError(f"{file} is missing: restore it, because it defines the tokens") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}): restore a copy") from error
+
+
+def vocabulary_files(data: Data) -> dict[str, bytes]:
+    """Return the names and contents of the files of a run that define its tokens; empty for bytes and images."""
+    if isinstance(data, TokenData):
+        return {TOKENIZER: (data.folder / TOKENIZER).read_bytes()}
+    return {VOCABULARY: to_json_bytes(data.vocabulary)} if data.vocabulary else {}
+
+
+def token_kind(folder: Path) -> str:
+    """Return the kind of data that a run was trained on: `text`, `bytes`, `tokens`, or the name of other data."""
+    return RunConfig.read(folder / CONFIG).data.partition(":")[0]
+
+
+def read_tokenizer(folder: Path, where: str) -> Tokenizer:
+    """Return the tokenizer of a run of a language model.
+
+    Args:
+        folder: The folder of the run.
+        where: The name of texts in errors.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: If its file is missing or damaged, or a package is missing.
+    """
+    kind = token_kind(folder)
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind != "tokens":
+        return CharacterTokenizer(read_vocabulary(folder), where)
+    file, end = folder / TOKENIZER, NetworkSpec.read(folder).end_of_text
+    if not file.exists():
+        raise ValueError(f"{file} is missing: restore it, because it defines the tokens")
+    return HuggingFaceTokenizer.read(file) if end is None else HuggingFaceTokenizer.read(file, end)
 
 
 def class_names(data: Data) -> list[str]:

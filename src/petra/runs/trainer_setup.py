@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,8 @@ class TrainerSetup:
     batches: int
     """Micro-batches in an epoch."""
     device: torch.device
-    vocabulary: Sequence[str]
+    vocabulary_files: Mapping[str, bytes]
+    """Names and contents of the files that define the tokens."""
     resumed: bool
     """The weights come from a checkpoint, and not from `init_from`."""
     weights_message: str | None = None
@@ -56,7 +57,7 @@ class TrainerSetup:
         torch.manual_seed(config.seed)
         network = self.spec.network()
         if config.init_from is not None and not self.resumed:
-            self.weights_message = init_weights(network, config.init_from, self.vocabulary)
+            self.weights_message = init_weights(network, config.init_from, self.vocabulary_files)
         if config.channels_last:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if config.compile:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from petra.formatting import first_line
-from petra.runs.run_folder import SUMMARY, VOCABULARY, WEIGHTS, check_finished
+from petra.runs.run_folder import SUMMARY, TOKENIZER, VOCABULARY, WEIGHTS, check_finished
 from petra.runs.summary import read_summary
 from petra.trainer.trainer import weights_hash
 
@@ -60,7 +59,7 @@ def check_weights(source: str | None, folder: Path) -> None:
     read_weights(file)
 
 
-def init_weights(network: nn.Module, source: str, vocabulary: Sequence[str] = ()) -> str:
+def init_weights(network: nn.Module, source: str, vocabulary_files: Mapping[str, bytes]) -> str:
     """Initialise a network with the weights of a run or a file.
 
     Tensors of another shape, like those of a head for another number of classes, keep their values.
@@ -68,7 +67,7 @@ def init_weights(network: nn.Module, source: str, vocabulary: Sequence[str] = ()
     Args:
         network: The network.
         source: The folder of a run, or a safetensors file.
-        vocabulary: The vocabulary of the data that the network will be trained on.
+        vocabulary_files: The files that define the tokens of the data that the network will be trained on.
 
     Returns:
         A message about the weights that were used.
@@ -92,9 +91,9 @@ def init_weights(network: nn.Module, source: str, vocabulary: Sequence[str] = ()
         for name in own.keys() - set(other):
             own[name].copy_(weights[name])
     kept = f"; of another shape there, so initialised randomly: {', '.join(other)}" if other else ""
-    before = file.with_name(VOCABULARY)
-    known = json.loads(before.read_text()) if file.name == WEIGHTS and before.exists() else list(vocabulary)
-    renamed = "; its vocabulary differs, so tokens stand for other texts" * (known != list(vocabulary))
+    before = [file.with_name(name) for name in (VOCABULARY, TOKENIZER)] if file.name == WEIGHTS else []
+    known = {path.name: path.read_bytes() for path in before if path.exists()}
+    renamed = "; its vocabulary differs, so tokens stand for other texts" * (known not in ({}, vocabulary_files))
     return f"starts from the weights of {file}{kept}{renamed}"
 
 
