@@ -35,6 +35,8 @@ SETS = {
     "inertia": ["inertia:8"],
     "shrink": ["shrink:0.7"],
     "reschedule": ["reschedule:4"],
+    "damp": ["damp:3"],
+    "damp and predict": ["damp", "predict"],
     "discrepancy": ["discrepancy:0.3"],
     "predict and spike": ["predict", "spike"],
     "coast, inertia and spike": ["coast", "inertia:2", "spike"],
@@ -43,7 +45,7 @@ SETS = {
     "predict, spike, shrink and reschedule": ["predict", "spike", "shrink:0.8", "reschedule:5"],
     "spike, reschedule and discrepancy": ["spike", "reschedule:3", "discrepancy"],
 }
-DEFAULTS = {"discrepancy": 0.135}
+DEFAULTS = {"discrepancy": 0.135, "damp": 4.0}
 STASHING = ("delayed", "petra-stashed")
 
 

@@ -105,6 +105,8 @@ class Stage:
         if "reschedule" in self.c and self.n > 0:
             p = 1 - min(u / self.c["reschedule"], 1)
             lr = lr / max(self.tau, 1) ** p
+        if "damp" in self.c:
+            lr = lr / (1 + self.c["damp"] * self.tau)
         return lr
 
     def forward_weights(self, base, m):

@@ -2,12 +2,13 @@
 
 `correction.py` has the interface and `stage_corrections.py` applies the corrections of a stage. Each correction is next
 to the paper it comes from: `predict.py` (weight prediction), `inertia.py` (more momentum for stale stages), `spike.py`,
-`shrink.py` and `pipemare.py`. `lookup.py` finds them by name and checks combinations; `learning_rates.py` tracks and
+`shrink.py`, `damp.py` (smaller learning rates) and `pipemare.py`. `lookup.py` finds them by name and checks combinations; `learning_rates.py` tracks and
 scales the learning rates of a stage. Corrections whose benefit the project's measurements do not show are marked
 `experimental`.
 """
 
 from petra.corrections.correction import Correction, StageContext
+from petra.corrections.damp import Damp
 from petra.corrections.inertia import Inertia
 from petra.corrections.learning_rates import PeakLearningRates, scaled_learning_rates
 from petra.corrections.lookup import CORRECTIONS, choose, find
@@ -21,6 +22,7 @@ __all__ = [
     "CORRECTIONS",
     "Coast",
     "Correction",
+    "Damp",
     "Discrepancy",
     "Inertia",
     "PeakLearningRates",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from petra.corrections.correction import Correction
+from petra.corrections.damp import Damp
 from petra.corrections.inertia import Inertia
 from petra.corrections.pipemare import Discrepancy, Reschedule
 from petra.corrections.predict import Coast, Predict
@@ -14,7 +15,7 @@ from petra.corrections.spike import Spike
 from petra.formatting import unknown
 
 CORRECTIONS: dict[str, type[Correction]] = {
-    kind.name: kind for kind in (Predict, Coast, Inertia, Spike, Shrink, Reschedule, Discrepancy)
+    kind.name: kind for kind in (Predict, Coast, Inertia, Spike, Shrink, Damp, Reschedule, Discrepancy)
 }
 """All corrections by name."""
 
