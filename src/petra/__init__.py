@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from petra import models
+    from petra import models, optim
     from petra.conversion import ConversionReport, conversion_report, make_reversible
     from petra.distributed import JobFailed, LostRank
     from petra.methods import METHODS, LayerError, Method
@@ -64,6 +64,7 @@ __all__ = [
     "load",
     "make_reversible",
     "models",
+    "optim",
     "pareprop",
     "plain_autograd",
 ]
@@ -84,8 +85,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "models":
-        return import_module("petra.models")
+    if name in ("models", "optim"):
+        return import_module(f"petra.{name}")
     package = next((package for package, names in _PACKAGES.items() if name in names), "reversible")
     value = getattr(import_module(f"{__name__}.{package}"), name)
     globals()[name] = value

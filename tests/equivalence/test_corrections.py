@@ -23,6 +23,7 @@ from petra.corrections import (
     choose,
     find,
 )
+from petra.optim import SOAP, Muon, NAdamW, hidden_matrices, muon_groups
 from petra.schedule import AsyncSchedule, Kind, ScheduleTable, lock_step, low_staleness
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.slow
 SETS = {
     "none": [],
     "predict": ["predict"],
+    "predict further": ["predict:2"],
+    "predict less far, and spike": ["predict:0.5", "spike"],
     "coast": ["coast"],
     "spike": ["spike"],
     "inertia": ["inertia:8"],
@@ -46,6 +49,8 @@ SETS = {
     "spike, reschedule and discrepancy": ["spike", "reschedule:3", "discrepancy"],
 }
 DEFAULTS = {"discrepancy": 0.135, "damp": 4.0}
+TOLERANCES = {"sgd": 1e-12, "adamw": 1e-12, "nadamw": 1e-5, "muon": 1e-10, "soap": 1e-8}
+"""NAdamW keeps the product of its momenta in float32; the eigenvectors of SOAP amplify rounding errors."""
 STASHING = ("delayed", "petra-stashed")
 
 
@@ -64,10 +69,22 @@ def check_against_formulas(blocks, k, schedule, runs, method, names, optimizer, 
     hyper |= {"momentum": 0.8, "nesterov": nesterov}
     expected = train(net, in_flight, k, runs, method, hyper, plain(names))
 
+    hidden = hidden_matrices(net)
+
     def make_optimizer(p):
-        if optimizer == "sgd":
-            return torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=nesterov, weight_decay=0.01)
-        return torch.optim.AdamW(p, 0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.01)
+        adam = {"betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.01}
+        match optimizer:
+            case "sgd":
+                return torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=nesterov, weight_decay=0.01)
+            case "adamw":
+                return torch.optim.AdamW(p, 0.1, **adam)
+            case "nadamw":
+                return NAdamW(p, 0.1, **adam)
+            case "muon":
+                groups = [{**group, "weight_decay": 0.01} for group in muon_groups(p, hidden)]
+                return Muon(groups, 0.1, momentum=0.8, nesterov=nesterov, **adam)
+            case "soap":  # sides of 3, whose matrices are regular
+                return SOAP(p, 0.1, **adam, precondition_frequency=2, max_precondition_dim=3)
 
     trainer = make(
         net,
@@ -87,7 +104,15 @@ def check_against_formulas(blocks, k, schedule, runs, method, names, optimizer, 
         trainer.drain()
     for layer, weights in zip(net, expected, strict=True):
         for found, wanted in zip(layer.parameters(), weights, strict=True):
-            torch.testing.assert_close(found.detach(), wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found.detach(), wanted, rtol=TOLERANCES[optimizer], atol=TOLERANCES[optimizer])
+
+
+@pytest.mark.parametrize("method", ["petra", "delayed"])
+@pytest.mark.parametrize("name", ["none", "predict", "predict further", "coast", "coast by a factor, and reschedule"])
+@pytest.mark.parametrize("optimizer", ["nadamw", "muon", "soap"])
+def test_formulas_with_other_optimizers(optimizer, name, method):
+    for schedule, k in (("lock-step", 1), ("low-staleness", 2)):
+        check_against_formulas(2, k, schedule, [9, 6], method, SETS[name], optimizer)
 
 
 @pytest.mark.parametrize(
@@ -111,13 +136,13 @@ def test_formulas(name, method):
     runs=st.lists(st.integers(1, 12), min_size=1, max_size=2),
     method=st.sampled_from(["petra", "checkpointed", "delayed", "petra-stashed"]),
     name=st.sampled_from(sorted(SETS)),
-    optimizer=st.sampled_from(["sgd", "adamw"]),
+    optimizer=st.sampled_from(["sgd", "adamw", "muon"]),
     nesterov=st.booleans(),
     clip=st.sampled_from([None, 0.3]),
 )
 def test_formulas_whatever_the_numbers(blocks, k, schedule, runs, method, name, optimizer, nesterov, clip):
     names = [n for n in SETS[name] if not (n.startswith("discrepancy") and method in STASHING)]
-    names = [n for n in names if not (n.startswith(("spike", "inertia")) and optimizer == "adamw")]
+    names = [n for n in names if not (n.startswith(("spike", "inertia")) and optimizer != "sgd")]
     check_against_formulas(blocks, k, schedule, runs, method, names, optimizer, nesterov, clip)
 
 
@@ -481,7 +506,9 @@ def test_parameters_without_momentum_or_gradient():
         (["spike", "spike"], {}, "spike is given more than once"),
         (["shrink:0.5", "shrink:0.9"], {}, "shrink is given more than once"),
         (["predct"], {}, "did you mean 'predict'"),
-        (["predict:3"], {}, "predict takes none"),
+        (["spike:3"], {}, "spike takes none"),
+        (["predict:0"], {}, "predict has the horizon 0: give more than 0, like predict:2"),
+        (["predict:inf"], {}, "give more than 0"),
         (["coast:1.5"], {}, "coast has factor 1.5: give more than 0 and at most 1"),
         (["reschedule"], {}, "reschedule needs a parameter: write it like reschedule:1000"),
         (["reschedule:0"], {}, "give an integer, 1 or more"),
@@ -495,7 +522,7 @@ def test_parameters_without_momentum_or_gradient():
         (["predict"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "momentum of SGD, which is 0"),
         (["coast"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "or leave coast out"),
         (["predict"], {"optimizer": torch.optim.RMSprop}, "not RMSprop"),
-        (["predict"], {"optimizer": torch.optim.NAdam}, "not NAdam"),
+        (["coast"], {"optimizer": torch.optim.Adagrad}, "Muon and SOAP, not Adagrad"),
         (["inertia:0"], {}, "inertia has the factor 0: give more than 0"),
         (["inertia"], {"optimizer": torch.optim.AdamW}, "not with AdamW: leave inertia out"),
         (["inertia"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "SGD has momentum 0: change that"),

@@ -401,7 +401,7 @@ BAD = {
     "optimizer": (["--optimizer", "adam"], "--optimizer is 'adam': did you mean 'adamw'?"),
     "lr_schedule": (["--lr-schedule", "step"], "--lr-schedule is 'step': did you mean 'steps'?"),
     "beta2": (["--beta2", "1"], "--beta2 is 1.0: give 0 or more and less than 1"),
-    "beta2 of sgd": (["--optimizer", "sgd", "--beta2", "0.5"], "--beta2 is 0.5, but it is for adamw"),
+    "beta2 of sgd": (["--optimizer", "sgd", "--beta2", "0.5"], "--beta2 is 0.5, but sgd has none"),
     "exact": (
         ["--model", "gpt", "--coupling", "fixed-point"],
         "--coupling fixed-point is for reversible layers, and gpt has none",

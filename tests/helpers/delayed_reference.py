@@ -10,6 +10,7 @@ import math
 import torch
 from torch import nn
 
+from helpers.plain_optimizers import PlainAdamW, PlainMuon, PlainNAdamW, PlainSOAP
 from petra import Network, ReversibleBlock
 
 
@@ -90,6 +91,7 @@ class Stage:
         self.first = [torch.zeros_like(w) for w in weights]
         self.momentum = None
         self.gradients = []
+        self.optimizers = None  # of each weight
 
     def m(self, u):
         m = self.h["momentum"]
@@ -113,15 +115,36 @@ class Stage:
         u = base + max(m - self.n, 0) // self.k
         d = m // self.k - max(m - self.n, 0) // self.k
         w = self.versions[u]
-        if {"predict", "coast"} & set(self.c) and d > 0 and self.tau >= 1 and self.velocity[u] is not None:
-            steps = d if "predict" in self.c else self.coasting(d, u)
-            w = [a - self.lr(u) * steps * v for a, v in zip(w, self.velocity[u], strict=True)]
+        far = self.c.get("predict")  # the horizon, if it is given
+        if {"predict", "coast"} & set(self.c) and d > 0 and (self.tau >= 1 or far) and self.velocity[u] is not None:
+            steps = [(far or 1) * d if "predict" in self.c else self.coasting(d, u, i) for i in range(len(w))]
+            moves = zip(w, steps, self.velocity[u], strict=True)
+            w = [a if v is None else a - self.lr(u) * n * v.reshape(a.shape) for a, n, v in moves]
         return w
 
-    def coasting(self, d, u):
-        r = self.c["coast"] or (self.m(u) if self.h["optimizer"] == "sgd" else 0.9)
-        first = r * r if self.h["optimizer"] == "sgd" and self.h["nesterov"] else r
+    def coasting(self, d, u, i):
+        """Of weight number i."""
+        kind = self.h["optimizer"]
+        if self.hidden(i) or kind == "sgd":
+            own, ahead = self.m(u), self.h["nesterov"]
+        else:
+            own, ahead = 0.9, kind == "nadamw"
+        r = self.c["coast"] or own
+        first = r * r if ahead else r
         return first * (1 - r**d) / (1 - r)
+
+    def hidden(self, i):
+        """Whether Muon orthogonalises weight number i: a matrix of a block."""
+        return self.h["optimizer"] == "muon" and self.function is block and self.versions[0][i].ndim > 1
+
+    def plain(self, i):
+        """The optimizer of weight number i."""
+        w, kind, rest = self.versions[0][i], self.h["optimizer"], ((0.9, 0.99), 1e-3, self.h["decay"])
+        if self.hidden(i):
+            return PlainMuon(self.h["momentum"], self.h["nesterov"], self.h["decay"])
+        if kind == "soap" and w.ndim > 1 and 3 in w.shape:
+            return PlainSOAP(*rest, frequency=2, largest=3)
+        return PlainNAdamW(*rest) if kind == "nadamw" else PlainAdamW(*rest)
 
     def backward_weights(self, m):
         d = m // self.k - max(m - self.n, 0) // self.k
@@ -139,7 +162,15 @@ class Stage:
             norm = sum(v.square().sum() for v in g) ** 0.5
             g = [v * min(1.0, float(self.h["clip"] / (norm + 1e-6))) for v in g]
         old, u = self.versions[-1], len(self.versions) - 1
-        new = self.sgd(old, g, u) if self.h["optimizer"] == "sgd" else self.adamw(old, g, u)
+        if self.h["optimizer"] == "sgd":
+            new = self.sgd(old, g, u)
+        elif self.h["optimizer"] == "adamw":
+            new = self.adamw(old, g, u)
+        else:
+            self.optimizers = self.optimizers or [self.plain(i) for i in range(len(old))]
+            each = zip(self.optimizers, old, g, strict=True)
+            new = [one.step(w, v, self.lr(u)) for one, w, v in each]
+            self.velocity.append([one.direction() for one in self.optimizers])
         if "discrepancy" in self.c and self.n > 0:
             gamma = self.c["discrepancy"] ** (1 / self.tau)
             self.delta = [gamma * d + (1 - gamma) * (b - a) for d, a, b in zip(self.delta, old, new, strict=True)]

@@ -21,7 +21,7 @@ def test_fused_where_all_parameters_are_on_a_gpu(name):
     assert not any(group.get("fused") for group in make([here], lr=0.1).param_groups)
     assert not any(group.get("fused") for group in make([here, there], lr=0.1).param_groups)
     found = [group.get("fused") for group in make([there, OnGpu(torch.zeros(2, 2))], lr=0.1).param_groups]
-    assert found == ([None, None] if name == "nadamw" else [True, True])
+    assert found == ([None, None] if name == "nadamw" else [True, True])  # it needs no fused version
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -65,13 +65,14 @@ class PeakLearningRates:
 
 
 def scaled_lr(group: dict[str, Any], factor: float = 1.0) -> float | Tensor:
-    """Return the learning rate of a group times a factor, rounded to float32 for fused optimizers on a GPU.
+    """Return the learning rate of a group times a factor, rounded to float32 where a GPU reads it from its memory.
 
-    In a CUDA graph, a fused optimizer reads its learning rate from a float32 tensor. Other updates have to give the
-    same weights bit for bit.
+    In a CUDA graph, fused and capturable optimizers read their learning rate from a float32 tensor. Other updates have
+    to give the same weights bit for bit.
     """
     rate: float | Tensor = group["lr"] if factor == 1 else group["lr"] * factor
-    if isinstance(rate, Tensor) or not (group.get("fused") and any(p.is_cuda for p in group["params"][:1])):
+    capturable = group.get("fused") or group.get("capturable")
+    if isinstance(rate, Tensor) or not (capturable and any(p.is_cuda for p in group["params"][:1])):
         return rate
     return float(torch.tensor(rate, dtype=torch.float32))
 

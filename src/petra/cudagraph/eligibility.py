@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from petra.optim import CapturableOptimizer
 from petra.pipeline.stage import Stage
 from petra.schedule import FlushEverySchedule, PipelineSchedule
 
@@ -26,9 +27,14 @@ def _of_stage(stage: Stage) -> str | None:
         return f"{stage.method.name} keeps autograd graphs from one tick to the next"
     if stage.average is not None:
         return "replicas average their gradients"
+    if isinstance(stage.optimizer, CapturableOptimizer):
+        return None
     for group in groups_of(stage):
         if not group.get("fused"):
-            return f"{type(stage.optimizer).__name__} is not fused, so its learning rate would be constant in the graph"
+            return (
+                f"{type(stage.optimizer).__name__} is neither fused nor a CapturableOptimizer of petra.optim, so its "
+                "learning rate would be constant in the graph"
+            )
     return None
 
 

@@ -183,7 +183,7 @@ class TickCapture:
         steady.ticks[position] = tick
         for stage in executor.stages:
             if any(action.stage == stage.index and action.kind is Kind.UPDATE for action in actions):
-                stage.step_scheduler()
+                stage.finish_update()
         return self._results(tick, first)
 
     def _try(self, steady: SteadyState, work: Callable[[], None]) -> tuple[Launch, LearningRateTensor] | None:

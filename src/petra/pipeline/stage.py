@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from petra.corrections import PeakLearningRates, StageCorrections, scaled_learning_rates
 from petra.methods import BackwardMessage, Method, SavedState, StageLayers, Synthesizer
+from petra.optim import CapturableOptimizer
 from petra.pipeline.accumulation import accumulate, set_zero_gradients
 from petra.pipeline.results import MicrobatchResult, check_finite, check_loss
 from petra.pipeline.weight_stash import WeightStash
@@ -69,6 +70,8 @@ class Stage:
         self.layers = layers
         self.method = method
         self.optimizer = optimizer
+        if isinstance(optimizer, CapturableOptimizer):
+            optimizer.refreshes_itself = False  # `finish_update` does it, outside of captured graphs
         self.scheduler = scheduler
         self.loss = loss
         self.clip_norm = clip_norm
@@ -238,8 +241,14 @@ class Stage:
             with scaled_learning_rates(self.optimizer):
                 self.optimizer.step()
         if not self.capturing:
-            self.step_scheduler()
+            self.finish_update()
         self.updates += 1
+
+    def finish_update(self) -> None:
+        """Do what follows an update and is never captured: refresh the optimizer, and step the scheduler."""
+        if isinstance(self.optimizer, CapturableOptimizer):
+            self.optimizer.refresh()
+        self.step_scheduler()
 
     def step_scheduler(self) -> None:
         """Step the learning-rate scheduler, which sets the learning rate of the next update."""
@@ -301,7 +310,7 @@ class Stage:
             elif action.kind is Kind.UPDATE:
                 self.accumulated = 0
                 self.updates += 1
-                self.step_scheduler()
+                self.finish_update()
 
     @contextmanager
     def capture_mode(self) -> Iterator[None]:

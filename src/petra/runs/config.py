@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from petra.trainer.lr_schedules import LR_SCHEDULES, CosineLRSchedule, StepLRSch
 from petra.trainer.schedules import accepts, choose_schedule
 from petra.trainer.validation import choose_corrections
 
-ADAPTIVE = ("adamw", "nadamw")
+ADAPTIVE = ("adamw", "nadamw", "muon", "soap")
 MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "schedule", "replicas", "data")
 """Options that may differ when a run is resumed. Data may have moved; its fingerprint is compared."""
 
@@ -74,9 +74,7 @@ class RunConfig(RunOptions):
                 "out"
             )
         if "beta2" in options and merged.get("optimizer") not in ADAPTIVE:
-            raise ValueError(
-                f"--beta2 is {options['beta2']}, but it is for adamw and nadamw: add --optimizer adamw, or leave it out"
-            )
+            raise ValueError(f"--beta2 is {options['beta2']}, but sgd has none: add --optimizer adamw, or leave it out")
         if "stages" not in options and "stages" in merged and isinstance(merged["stages"], int):
             merged["stages"] = min(merged["stages"], len(outline(merged["model"], model_options)))
         return cls(**merged)
@@ -149,21 +147,37 @@ class RunConfig(RunOptions):
         """The momentum: as given, or the default of the optimizer."""
         if self.momentum is not None:
             return self.momentum
-        return 0.99 if self.optimizer == "nadamw" else 0.9
+        return {"nadamw": 0.99, "muon": 0.95, "soap": 0.95}.get(self.optimizer, 0.9)
+
+    @property
+    def second_beta(self) -> float:
+        """The second beta: as given, or the default of the optimizer."""
+        if self.beta2 is not None:
+            return self.beta2
+        return 0.95 if self.optimizer in ("muon", "soap") else 0.999
 
     @property
     def loss(self) -> Loss:
         """The training loss."""
         return partial(cross_entropy, label_smoothing=self.label_smoothing)
 
-    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of a stage with these parameters."""
-        if self.optimizer in ADAPTIVE:
-            make = optimizers.adamw if self.optimizer == "adamw" else optimizers.nadamw
-            return make(parameters, lr=self.base_lr, betas=(self.beta1, self.beta2), weight_decay=self.decay)
-        return optimizers.sgd(
-            parameters, lr=self.base_lr, momentum=self.beta1, nesterov=self.nesterov, weight_decay=self.decay
-        )
+    def make_optimizer(
+        self, parameters: list[nn.Parameter], hidden: Container[torch.Tensor] = ()
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer of a stage with these parameters; ``hidden`` are those that Muon orthogonalises."""
+        rates: dict[str, float] = {"lr": self.base_lr, "weight_decay": self.decay}
+        betas = (self.beta1, self.second_beta)
+        match self.optimizer:
+            case "adamw":
+                return optimizers.adamw(parameters, betas=betas, **rates)
+            case "nadamw":
+                return optimizers.nadamw(parameters, betas=betas, **rates)
+            case "soap":
+                return optimizers.soap(parameters, betas=betas, **rates)
+            case "muon":
+                of_adamw = (0.9, self.second_beta)
+                return optimizers.muon(parameters, hidden=hidden, momentum=self.beta1, betas=of_adamw, **rates)
+        return optimizers.sgd(parameters, momentum=self.beta1, nesterov=self.nesterov, **rates)
 
     def curve(self, batches: int) -> StepLRSchedule | CosineLRSchedule:
         """Return the learning-rate curve of a training with so many micro-batches per epoch."""

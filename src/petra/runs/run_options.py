@@ -105,30 +105,43 @@ class RunOptions:
         group=TRAINING,
         default_text="a smaller micro-batch",
     )
-    optimizer: str = option("sgd", help="optimizer of every stage", group=TRAINING, metavar="NAME", choices=OPTIMIZERS)
+    optimizer: str = option(
+        "sgd",
+        help="optimizer of every stage; muon orthogonalises the matrices of inner layers and leaves the rest to AdamW",
+        group=TRAINING,
+        metavar="NAME",
+        choices=OPTIMIZERS,
+    )
     lr: float | None = option(
         None,
         help="learning rate after warm-up",
         group=TRAINING,
         minimum=0,
-        default_text="0.1 · batch size · K / 256; adamw and nadamw 1e-3",
+        default_text="0.1 · batch size · K / 256; others than sgd 1e-3",
     )
     momentum: float | None = option(
         None,
-        help="momentum of sgd, or the first beta of adamw and nadamw",
+        help="momentum of sgd and muon, or the first beta of adamw, nadamw and soap",
         group=TRAINING,
         minimum=0,
         below=1,
-        default_text="0.9; nadamw 0.99",
+        default_text="0.9; nadamw 0.99; muon and soap 0.95",
     )
     nesterov: bool = option(True, help="Nesterov momentum in sgd", group=TRAINING, default_text="on")
-    beta2: float = option(0.999, help="second beta of adamw and nadamw", group=TRAINING, minimum=0, below=1)
+    beta2: float | None = option(
+        None,
+        help="second beta of adamw, nadamw, soap, and of the AdamW that muon uses for embeddings, head and vectors",
+        group=TRAINING,
+        minimum=0,
+        below=1,
+        default_text="0.999; muon and soap 0.95",
+    )
     weight_decay: float | None = option(
         None,
         help="weight decay of all parameters except norms, biases and other vectors",
         group=TRAINING,
         minimum=0,
-        default_text="5e-4; adamw and nadamw 0.05",
+        default_text="5e-4; others than sgd 0.05",
     )
     lr_schedule: str = option(
         "steps",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from petra.distributed import Transport
 from petra.formatting import counted
 from petra.methods.petra import Petra
+from petra.optim import hidden_matrices
 from petra.reversible import ReversibleLayer
 from petra.runs.config import RunConfig
 from petra.runs.trained_network import NetworkSpec
@@ -65,7 +67,7 @@ class TrainerSetup:
         return Trainer(
             network,
             loss=config.loss,
-            optimizer=config.make_optimizer,
+            optimizer=partial(config.make_optimizer, hidden=hidden_matrices(network)),
             method=config.method,
             stages=stages,
             scheduler=config.curve(self.batches).scheduler,

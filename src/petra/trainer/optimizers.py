@@ -1,17 +1,19 @@
 """Optimizers as in the papers: weight decay applies to matrices, not to norms and biases.
 
-On a GPU they are fused where PyTorch has a fused version: an update is a few kernels, and can be captured.
+On a GPU they are fused, or of `petra.optim`: an update is a few kernels, and can be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-OPTIMIZERS = ("sgd", "adamw", "nadamw")
+from petra.optim import SOAP, Muon, NAdamW, muon_groups
+
+OPTIMIZERS = ("sgd", "adamw", "nadamw", "muon", "soap")
 
 
 def sgd(
@@ -44,12 +46,36 @@ def nadamw(
     lr: float,
     betas: tuple[float, float] = (0.99, 0.999),
     weight_decay: float = 0.0,
-) -> torch.optim.NAdam:
+) -> NAdamW:
     """NAdam with decoupled weight decay, not on norms and biases; momentum near 1 makes it tolerate delays.
 
     Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization", 2025.
     """
-    return torch.optim.NAdam(_groups(parameters, weight_decay), lr, betas=betas, decoupled_weight_decay=True)
+    return NAdamW(_groups(parameters, weight_decay), lr, betas=betas)
+
+
+def muon(
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float,
+    hidden: Container[Tensor],
+    momentum: float = 0.95,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
+) -> Muon:
+    """Muon for the ``hidden`` matrices and AdamW for the others, with no weight decay on norms and biases."""
+    return Muon(muon_groups(parameters, hidden, weight_decay), lr, momentum=momentum, betas=betas)
+
+
+def soap(
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.95, 0.95),
+    weight_decay: float = 0.0,
+) -> SOAP:
+    """SOAP with no weight decay on norms and biases, which are updated by AdamW."""
+    return SOAP(_groups(parameters, weight_decay), lr, betas=betas)
 
 
 def base_learning_rate(batch_size: int, accumulate: int) -> float:

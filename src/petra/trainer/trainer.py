@@ -84,7 +84,8 @@ class Trainer:
         corrections: Corrections of staleness: names such as `"predict"` or `"shrink:0.9"`, or objects of
             `petra.corrections`.
         cuda_graph: Capture ticks of a full pipeline as CUDA graphs. None does so on a GPU in one process; True raises
-            an error where that is not possible. It needs a fused optimizer; `ineligible_reason` says what prevents it.
+            an error where that is not possible. It needs a fused optimizer or one of
+            `petra.optim`; `ineligible_reason` says what prevents it.
 
     Raises:
         ValueError: If an argument is invalid, or the arguments do not fit together.
