@@ -62,3 +62,10 @@ def test_modules_of_the_same_name_in_two_folders_do_not_clash():
     (memory,) = import_scripts("benchmarks/memory", "run")
     assert tick.__file__ != memory.__file__
     assert "run" not in sys.modules
+
+
+def test_optimizers_are_compared_in_a_smoke_run_that_stores_nothing(tmp_path, capsys):
+    (module,) = import_scripts("benchmarks/optimizers", "run")
+    module.main(["--smoke", "--out", str(tmp_path / "result.json")])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["adamw", "nadamw", "muon", "soap"]
+    assert not (tmp_path / "result.json").exists()

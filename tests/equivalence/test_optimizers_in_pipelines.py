@@ -45,20 +45,18 @@ def trainer(name, net, options=None, **more):
 
 
 @pytest.mark.parametrize(
-    ("corrections", "accumulate", "method"),
+    ("name", "corrections", "accumulate", "method"),
     [
-        ([], 1, "petra"),
-        ([], 2, "checkpointed"),
-        (["predict"], 1, "petra"),
-        (["predict:2"], 3, "petra"),
-        (["coast"], 2, "petra"),
-        (["reschedule:9"], 1, "petra"),
-        ([], 1, "delayed"),
-        ([], 2, "reversible"),
+        *((name, [], 1, "petra") for name in NAMES),
+        *((name, ["predict:2"], 3, "petra") for name in NAMES),
+        ("muon", ["predict"], 1, "checkpointed"),
+        ("muon", [], 1, "delayed"),
+        ("soap", ["reschedule:9"], 1, "petra"),
+        ("soap", [], 2, "reversible"),
+        ("nadamw", ["coast"], 2, "petra"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_captured_ticks_are_ordinary_ticks(name, corrections, accumulate, method):
     net = tiny()
     options = {"stages": 4, "corrections": corrections, "accumulate": accumulate, "method": method, "clip_norm": 0.5}

@@ -332,7 +332,7 @@ def test_a_loss_that_is_not_a_number_is_found_a_little_later():
         ({"method": "ddg"}, "keeps autograd graphs"),
         ({"method": "dni"}, "the optimizer of a synthesizer is not fused"),
         ({"method": "delayed", "corrections": ["predict"]}, "predicted weights"),
-        ({"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "not fused"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "SGD is neither fused"),
     ],
 )
 def test_what_cannot_be_recorded_says_why_and_is_done_all_the_same(options, reason):
