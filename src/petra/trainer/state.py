@@ -235,7 +235,10 @@ def _load_optimizer(
 
 
 def _counted_here(state: dict[str, Any]) -> dict[str, Any]:
-    """Move AdamW's step count to host memory; reading it on a GPU would make the host wait."""
+    """Move step counts to host memory, because reading them on a GPU would make the host wait.
+
+    PyTorch moves those of fused and capturable optimizers back to the device.
+    """
     return {key: value.cpu() if key == "step" and isinstance(value, Tensor) else value for key, value in state.items()}
 
 
