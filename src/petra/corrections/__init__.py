@@ -2,9 +2,9 @@
 
 `correction.py` has the interface and `stage_corrections.py` applies the corrections of a stage. Each correction is next
 to the paper it comes from: `predict.py` (weight prediction), `inertia.py` (more momentum for stale stages), `spike.py`,
-`shrink.py`, `damp.py` (smaller learning rates) and `pipemare.py`. `lookup.py` finds them by name and checks combinations; `learning_rates.py` tracks and
-scales the learning rates of a stage. Corrections whose benefit the project's measurements do not show are marked
-`experimental`.
+`shrink.py`, `damp.py` (smaller learning rates) and `pipemare.py`. `lookup.py` finds them by name and checks
+combinations; `learning_rates.py` tracks and scales the learning rates of a stage. Corrections whose benefit the
+project's measurements do not show are marked `experimental`.
 """
 
 from petra.corrections.correction import Correction, StageContext

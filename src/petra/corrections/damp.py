@@ -20,7 +20,7 @@ class Damp(Correction):
 
     name = "damp"
     summary = "learning rate divided by 1 + c·τ, so that stages with a larger delay take smaller steps"
-    example = "damp:4"
+    example = "damp:4.0"
     experimental = True
 
     factor: float = 4.0
