@@ -15,27 +15,22 @@ import time
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
 
 import petra
 from petra.formatting import render
 from petra.measure import environment
 from petra.optim import hidden_matrices
-from petra.trainer import optimizers
+from petra.trainer import cross_entropy, optimizers
 
 NAMES = ("adamw", "nadamw", "muon", "soap")
 SMOKE = {"width": 16, "depth": 2, "heads": 2, "vocab_size": 32, "seq_len": 8, "batch_size": 2, "stages": 3}
-
-
-def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 def build(name: str, given: argparse.Namespace) -> petra.Trainer:
     """Return a trainer of the network with one optimizer."""
     torch.manual_seed(0)
     sizes = {key: getattr(given, key) for key in ("width", "depth", "heads", "vocab_size", "seq_len")}
-    network = petra.models.create("rev-gpt", **sizes).to(given.device)
+    network = petra.models.create("rev-gpt", chunked_loss=True, **sizes).to(given.device)
     more = {"hidden": hidden_matrices(network)} if name == "muon" else {}
 
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -43,7 +38,7 @@ def build(name: str, given: argparse.Namespace) -> petra.Trainer:
 
     return petra.Trainer(
         network,
-        loss=loss,
+        loss=cross_entropy,
         optimizer=optimizer,
         stages=given.stages,
         accumulate=given.accumulate,

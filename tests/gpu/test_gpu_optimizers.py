@@ -86,7 +86,7 @@ def test_updates_are_those_of_a_cpu(name):
     start, gradients = torch.randn(2, 32, 48, generator=generator), torch.randn(5, 2, 32, 48, generator=generator)
     found = []
     for device in ("cpu", "cuda"):
-        parameters = [nn.Parameter(w.to(device)) for w in start]
+        parameters = [nn.Parameter(w.to(device, copy=True)) for w in start]
         optimizer = Muon(parameters, 0.01) if name == "muon" else NAdamW(parameters, 0.01)
         for pair in gradients:
             for parameter, gradient in zip(parameters, pair, strict=True):
