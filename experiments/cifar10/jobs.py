@@ -53,10 +53,12 @@ class _Running:
     has_enough: bool = False
 
 
-def run_jobs(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> Outcome:
+def run_jobs(
+    jobs: Sequence[Job], at_once: int, limit: float | None = None, on_end: Callable[[Job], None] | None = None
+) -> Outcome:
     """Run the jobs in order; after `limit` seconds, or on a signal, start no more and end those that are running.
 
-    They are ended with SIGTERM, on which Petra writes a checkpoint.
+    They are ended with SIGTERM, on which Petra writes a checkpoint. `on_end` is called with each job that has ended.
     """
     waiting, running, outcome = list(jobs), list[_Running](), Outcome()
     end = None if limit is None else time.monotonic() + limit
@@ -86,6 +88,8 @@ def run_jobs(jobs: Sequence[Job], at_once: int, limit: float | None = None) -> O
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
                 _end(one, outcome, asked)
+                if on_end is not None:
+                    on_end(one.job)
     return outcome
 
 
