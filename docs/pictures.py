@@ -26,6 +26,8 @@ SCHEDULES = {
     "sequential": ["sequential", "--microbatches", "2"],
     "gpipe": ["gpipe", "--microbatches", "8", "--accumulate", "4"],
     "1f1b": ["1f1b", "--microbatches", "8", "--accumulate", "4"],
+    "interleaved": ["interleaved:2", "--microbatches", "8", "--accumulate", "4"],
+    "flush": ["flush:2", "--microbatches", "8", "--accumulate", "2"],
     "decoupled": ["decoupled", "--microbatches", "3"],
 }
 COLORS = {"forward": "#4c72b0", "backward": "#dd8452", "update": "#55a868"}

@@ -123,7 +123,7 @@ def train(given: argparse.Namespace, trials: list[Trial], extra: list[str], bega
     given.out.mkdir(parents=True, exist_ok=True)
     if given.smoke and not (given.data / "tokens.json").exists():
         text = given.out / "text.txt"
-        text.write_text(made_text(40_000))
+        text.write_text(made_text(20_000))
         command = ["tokenize", "--train", str(text), "--vocab-size", "300", "--out", str(given.data)]
         subprocess.run([sys.executable, "-m", "petra", *command], check=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given.jobs)))

@@ -85,6 +85,22 @@ def table(groups: Groups, wanted: Iterable[Trial]) -> str:
     return markdown(head, rows) if rows else "none yet"
 
 
+def by_epoch(groups: Groups, wanted: Iterable[Trial], known: Known) -> str:
+    """Return the mean loss after every epoch with the best learning rate, of trainings with more than one epoch."""
+    rows, longest = [], 0
+    for group in dict.fromkeys(trial.group for trial in wanted):
+        if group.epochs > 1 and group in groups and groups[group].loss < inf:
+            best = groups[group].lr
+            own = [r["epochs"] for r in known.values() if trial_of(r) == replace(group, lr=best, seed=trial_of(r).seed)]
+            rows.append(
+                [group.label, *(f"{fmean(e['test_loss'] for e in same):.4f}" for same in zip(*own, strict=True))]
+            )
+            longest = max(longest, group.epochs)
+    rows = [row + [""] * (longest + 1 - len(row)) for row in rows]
+    head = ["test loss after epoch", *(str(epoch) for epoch in range(1, longest + 1))]
+    return f"\n\n{markdown(head, rows)}" if rows else ""
+
+
 def frontier(groups: Groups, wanted: Iterable[Trial]) -> str:
     """Return the loss against k for each optimizer, and under it the difference from backprop."""
     points = {(g.optimizer, g.kind, g.k): g for g in (trial.group for trial in wanted)}
@@ -135,7 +151,9 @@ def write(plans: Mapping[str, Sequence[Trial]], known: Known, folder: Path) -> N
         left = [trial.name for trial in trials if trial.name not in known]
         note = f"\n\n{len(trials) - len(left)} of {len(trials)} trainings have ended." if left else ""
         both = f"{frontier(groups, trials)}\n\n" if plan == "frontier" else ""
-        parts.append(f"## {plan}\n\n{QUESTIONS[plan]}\n\n{both}{table(groups, trials)}{note}\n")
+        parts.append(
+            f"## {plan}\n\n{QUESTIONS[plan]}\n\n{both}{table(groups, trials)}{by_epoch(groups, trials, known)}{note}\n"
+        )
     print("\n" + "\n".join(parts), flush=True)
     if known:
         (folder / TABLES).write_text("\n".join(parts))

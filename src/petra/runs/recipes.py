@@ -23,7 +23,7 @@ _TRANSFORMER = {
     "stages": 1,
     "optimizer": "adamw",
     "lr_schedule": "cosine",
-    "clip_norm": 1.0,  # the whole network, because it is one stage
+    "clip_norm": 1.0,  # of the whole network if it is one stage, else of each stage
 }
 
 RECIPES: dict[str, Recipe] = {
@@ -90,6 +90,28 @@ RECIPES: dict[str, Recipe] = {
             },
         ),
         Recipe(
+            "gpt-books",
+            "a reversible GPT of 25M parameters, exact pipeline of 8 stages: give --data tokens:FOLDER; for PETRA, add "
+            "--schedule low-staleness",
+            {
+                **_TRANSFORMER,
+                "model": "rev-gpt-25m",
+                "model_options": {"chunked_loss": True},
+                "method": "petra",
+                "schedule": "1f1b",
+                "stages": 8,
+                "accumulate": 8,
+                "seq_len": 256,
+                "epochs": 4,
+                "batch_size": 16,
+                "drop_last": True,
+                "lr": 2e-3,
+                "beta2": 0.95,
+                "weight_decay": 0.1,
+                "warmup_epochs": 0.4,
+            },
+        ),
+        Recipe(
             "sst2",
             "a small reversible RoBERTa from scratch on sentences with labels: give --data FOLDER with train.tsv",
             {
@@ -108,7 +130,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "rev-vit-cifar10",
-            "Rev-ViT-S with patches of 4×4 on CIFAR-10: give --data FOLDER",
+            "Rev-ViT-S with patches of 4×4 on CIFAR-10, with exact gradients: give --data FOLDER",
             {
                 **_TRANSFORMER,
                 "model": "rev-vit-s",
