@@ -91,13 +91,16 @@ def test_the_head_can_be_frozen_and_stages_can_have_several_layers():
     assert net.head.norm.weight.grad is not None
 
 
-@pytest.mark.parametrize("method", ["petra", "delayed", "1f1b", "reversible", "dni"])
-def test_ranks_and_one_process_train_the_same_bits(method):
-    one = make(network(), **options(method, accumulate=2))
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [("petra", None), ("delayed", None), ("backprop", "1f1b"), ("petra", "1f1b"), ("reversible", None), ("dni", None)],
+)
+def test_ranks_and_one_process_train_the_same_bits(method, schedule):
+    one = make(network(), **options(method, schedule=schedule, accumulate=2))
     expected = train(one)
 
     def work(transport):
-        trainer = make(network(), **options(method, accumulate=2, transport=transport))
+        trainer = make(network(), **options(method, schedule=schedule, accumulate=2, transport=transport))
         losses = train(trainer)
         return losses, trainer.weights()
 
