@@ -97,19 +97,21 @@ def _parts(choices: Choices) -> list[Trial]:
 
 
 def _warm(choices: Choices) -> list[Trial]:
-    """Warm starts. With these optimizers, `shrink` changes nothing: they divide gradients by their size.
+    """Warm starts, also with smaller learning rates for late stages after them.
 
-    `reschedule` divides the learning rate by the mean delay τ in updates where τ > 1, so it acts for k < 8 only.
+    `damp` divides the learning rate by 1 + c·τ, τ being the mean delay in updates. `reschedule` divides it by τ where
+    τ > 1, so it acts for k < 8 only. `shrink` would change nothing: these optimizers divide gradients by their size.
     """
     make = _maker(choices)
     plan = []
     for optimizer in ("adamw", "muon"):
         for k, flush in ((k, flush) for k in (8, 1) for flush in (0, 100, 200, 400)):
             plan += make(optimizer, "petra", k, flush=flush)
-        for flush in (0, 100, 200, 400):
+        for k, flush in ((k, flush) for k in (8, 1) for flush in (0, 200)):
+            for corrections in ("damp:1", "damp:4", "damp:16"):
+                plan += make(optimizer, "petra", k, flush=flush, corrections=corrections)
+        for flush in (0, 200):
             plan += make(optimizer, "petra", 1, flush=flush, corrections="reschedule:800")
-        # Hardly any of the rise within the training: the learning rate stays divided by nearly τ.
-        plan += make(optimizer, "petra", 1, flush=200, corrections="reschedule:8000")
     return plan
 
 
