@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from trials import METHODS, Trial
+from trials import METHODS, SEQUENCES, Trial
 
 OPTIMIZERS = ("adamw", "muon", "soap")
 KS = (1, 2, 4, 8, 16, 32)
@@ -24,12 +24,16 @@ class Choices:
         optimizers: The optimizers of lr and frontier; the first is that of parts, model and long.
         seeds: The seeds of every training.
         long_epochs: The epochs of the plan long.
+        sequences: The sequences per update.
+        train_tokens: The tokens that the training split is cut to; 0 does not cut it.
     """
 
     rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
     optimizers: Sequence[str] = OPTIMIZERS
     seeds: Sequence[int] = (0,)
     long_epochs: int = 4
+    sequences: int = SEQUENCES
+    train_tokens: int = 0
 
     def all_rates(self, optimizer: str, k: int) -> tuple[float, ...]:
         """Return the learning rates that lr and frontier compare."""
@@ -67,11 +71,12 @@ Make = Callable[..., list[Trial]]
 def _maker(choices: Choices, every_rate: bool = False) -> Make:
     """Return a function that makes one training for each learning rate and seed."""
     rates = choices.all_rates if every_rate else choices.usual_rates
+    size = {"sequences": choices.sequences, "train_tokens": choices.train_tokens}
 
     def make(optimizer: str, kind: str, k: int, **more: object) -> list[Trial]:
         assert kind in METHODS
         return [
-            Trial(optimizer, kind, k, lr=lr, seed=seed, **more)  # type: ignore[arg-type]
+            Trial(optimizer, kind, k, lr=lr, seed=seed, **size, **more)  # type: ignore[arg-type]
             for seed in choices.seeds
             for lr in rates(optimizer, k)
         ]

@@ -25,10 +25,11 @@ from pathlib import Path
 
 import results
 import summary
+from cut_tokens import cut_tokens
 from made_text import made_text
 from plans import LEARNING_RATES, OPTIMIZERS, PLANS, QUESTIONS, Choices, parse_rates
 from shared import Job, run_jobs, shared_gpu
-from trials import Trial
+from trials import SEQUENCES, Trial
 
 HERE = Path(__file__).parent
 
@@ -63,6 +64,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="seeds of every training")
     parser.add_argument("--long-epochs", type=int, default=4, metavar="N", help="epochs of long (default %(default)s)")
+    parser.add_argument(
+        "--sequences", type=int, default=SEQUENCES, metavar="N", help="sequences per update (default %(default)s)"
+    )
+    parser.add_argument(
+        "--train-tokens", type=int, default=0, metavar="N", help="cut the training split to N tokens (default: all)"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="only list the trainings and their losses")
     parser.add_argument("--summarise", action="store_true", help="only print tables and draw the figure")
@@ -80,7 +87,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     if given.jobs < 1:
         parser.error(f"--jobs is {given.jobs}: give 1 or more")
     try:
-        given.choices = Choices(parse_rates(given.lr), given.optimizers, given.seeds, given.long_epochs)
+        size = given.sequences, given.train_tokens
+        given.choices = Choices(parse_rates(given.lr), given.optimizers, given.seeds, given.long_epochs, *size)
         results.read(given.results)
     except ValueError as error:
         parser.error(str(error))
@@ -126,6 +134,11 @@ def train(given: argparse.Namespace, trials: list[Trial], extra: list[str], bega
         text.write_text(made_text(20_000))
         command = ["tokenize", "--train", str(text), "--vocab-size", "300", "--out", str(given.data)]
         subprocess.run([sys.executable, "-m", "petra", *command], check=True)
+    if given.train_tokens:
+        shorter = given.out / f"tokens-{given.train_tokens}"
+        if not (shorter / "tokens.json").exists():
+            cut_tokens(given.data, shorter, given.train_tokens)
+        given.data = shorter
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given.jobs)))
     with shared_gpu(given.out, given.mps):
         limit = None if given.limit is None else given.limit - (time.monotonic() - began)

@@ -55,8 +55,7 @@ def best_of(known: Known) -> dict[Trial, Best]:
 
 def backprop_of(group: Trial, groups: Groups) -> Best | None:
     """Return backprop with the same optimizer, network and epochs, and the optimizer's own momentum."""
-    plain = Trial(group.optimizer, "backprop", 1, 0.0, group.epochs, model=group.model, tiny=group.tiny)
-    return groups.get(plain)
+    return groups.get(replace(group, kind="backprop", k=1, momentum=None, corrections=None, flush=0))
 
 
 def difference(best: Best | None, other: Best | None) -> str:

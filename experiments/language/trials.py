@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 SEQUENCES = 128
-"""Sequences per update, for every k: a micro-batch has 128/k of them."""
+"""Sequences per update, unless others are asked for. A micro-batch has 1/k of them."""
 COMMON: dict[str, Any] = {
     "model": "rev-gpt-25m",
     "seq_len": 256,
@@ -38,7 +38,8 @@ class Trial:
     """One training.
 
     `kind` is a key of METHODS. `momentum` None is the optimizer's own. `model` are arguments of the network. `flush` is
-    the number of first updates with exact gradients.
+    the number of first updates with exact gradients. `train_tokens` is the number of tokens that the training split is
+    cut to; 0 does not cut it.
     """
 
     optimizer: str
@@ -52,6 +53,8 @@ class Trial:
     flush: int = 0
     model: tuple[tuple[str, str], ...] = field(default=())
     tiny: bool = False
+    sequences: int = SEQUENCES
+    train_tokens: int = 0
 
     @property
     def name(self) -> str:
@@ -61,6 +64,8 @@ class Trial:
         words += [self.corrections.replace(":", "").replace(",", "+")] if self.corrections else []
         words += [f"{name}={value}" for name, value in self.model]
         words += [f"e{self.epochs}"] if self.epochs > 1 else []
+        words += [f"u{self.sequences}"] if self.sequences != SEQUENCES else []
+        words += [f"t{self.train_tokens / 1e6:g}m"] if self.train_tokens else []
         return "-".join([*words, f"lr{short(self.lr)}", f"s{self.seed}"])
 
     @property
@@ -76,7 +81,7 @@ class Trial:
     def arguments(self) -> list[str]:
         """Return the arguments of the Petra command line, without data, device and folder."""
         method, schedule = METHODS[self.kind]
-        sequences = SMOKE_SEQUENCES if self.tiny else SEQUENCES
+        sequences = SMOKE_SEQUENCES if self.tiny else self.sequences
         options = {
             **COMMON,
             **(SMOKE if self.tiny else {}),

@@ -308,7 +308,11 @@ BAD = {
     "unknown method": (["--method", "petre"], "--method is 'petre'", "did you mean 'petra'"),
     "unknown recipe": (["--recipe", "digit"], "no recipe named 'digit'", "did you mean 'digits'"),
     "unknown schedule": (["--schedule", "lockstep"], "no schedule named 'lockstep'", "did you mean 'lock-step'"),
-    "schedule of backprop": (["--method", "backprop", "--schedule", "lock-step"], "backprop", "leave schedule out"),
+    "schedule of backprop": (
+        ["--method", "backprop", "--schedule", "lock-step"],
+        "backprop",
+        "choose gpipe, 1f1b or interleaved",
+    ),
     "k = 0": (["--accumulate", "0"], "--accumulate is 0", "give 1 or more"),
     "no epochs": (["--epochs", "-1"], "--epochs is -1", "give 1 or more"),
     "no batch": (["--batch-size", "0"], "--batch-size is 0", "give 1 or more"),

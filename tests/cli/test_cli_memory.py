@@ -87,7 +87,7 @@ def test_it_is_drawn_where_that_can_be(tmp_path, capsys, monkeypatch):
         (["--methods", "petra", "--schedule", "alphabetical"], "alphabetical"),
         (
             ["--methods", "backprop", "ddg", "--schedule", "lock-step"],
-            "backprop and ddg have one schedule only: leave it out",
+            "which backprop and ddg cannot use: leave it out",
         ),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--vocab-size", "0"], "--vocab-size is 0"),

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers.scripts import import_scripts
@@ -13,8 +14,8 @@ from petra import models
 from petra.cli.options import add_checkpoint_options, add_run_options, given
 from petra.runs.config import RunConfig
 
-run, plans, results, summary, trials = import_scripts(
-    "experiments/language", "run", "plans", "results", "summary", "trials"
+run, plans, results, summary, trials, cut_tokens = import_scripts(
+    "experiments/language", "run", "plans", "results", "summary", "trials", "cut_tokens"
 )
 Choices, PLANS, Trial = plans.Choices, plans.PLANS, trials.Trial
 
@@ -55,6 +56,30 @@ def test_every_trial_is_a_configuration_with_updates_of_128_sequences(monkeypatc
         assert (config.clip_norm, config.beta2, config.decay) == (1.0, 0.95, 0.1)
         assert config.warmup_epochs == pytest.approx(0.1 * config.epochs)
         assert (config.accumulate, config.base_lr) == (trial.k, trial.lr)
+
+
+def test_shorter_trainings_have_other_names_and_sizes():
+    for trial in every(Choices(sequences=64, train_tokens=13_000_000)):
+        assert "-u64-t13m-" in trial.name
+        config = configured(trial)
+        assert config.batch_size * config.accumulate == 64
+
+
+def test_a_training_split_is_cut(tmp_path):
+    source, tokens = tmp_path / "source", np.arange(50, dtype="<u2")
+    source.mkdir()
+    for split, count in (("train", 40), ("test", 10)):
+        tokens[:count].tofile(source / f"{split}.bin")
+    (source / "tokenizer.json").write_text("{}")
+    splits = {split: {"tokens": count, "bytes": 4 * count} for split, count in (("train", 40), ("test", 10))}
+    (source / "tokens.json").write_text(json.dumps({"dtype": "uint16", **splits}))
+    cut_tokens.cut_tokens(source, tmp_path / "short", 20)
+    found = json.loads((tmp_path / "short" / "tokens.json").read_text())
+    assert (found["train"]["tokens"], found["train"]["bytes"], found["test"]) == (20, 80, splits["test"])
+    assert np.fromfile(tmp_path / "short" / "train.bin", "<u2").tolist() == list(range(20))
+    assert (tmp_path / "short" / "test.bin").read_bytes() == (source / "test.bin").read_bytes()
+    with pytest.raises(ValueError, match=r"--train-tokens is 41, but .* has 40 training tokens"):
+        cut_tokens.cut_tokens(source, tmp_path / "long", 41)
 
 
 def test_options_of_some_trials():

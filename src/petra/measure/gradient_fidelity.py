@@ -100,6 +100,14 @@ class Fidelity(AbstractContextManager["Fidelity"]):
                 "exact gradients need all weights and all samples, but this pipeline has several ranks or replicas: "
                 "measure in one process"
             )
+        schedule = executor.schedule
+        for tick in (schedule.tick(i, i + 1) for i in range(schedule.staleness(0) + 2 * schedule.cycle)):
+            updated = [action.stage for phase in tick for action in phase if action.kind is Kind.UPDATE]
+            if len(updated) > len(set(updated)):
+                raise ValueError(
+                    f"with the schedule {schedule.name} and k = {schedule.accumulate}, a stage makes several updates "
+                    f"in one tick, which cannot be measured: accumulate {schedule.stages} micro-batches or more"
+                )
         self.executor, self.every = executor, every
         self.measurements: list[Measurement] = []
         """The measurements so far, if there is no `report`."""

@@ -105,6 +105,7 @@ RECIPES: dict[str, Recipe] = {
                 "epochs": 4,
                 "batch_size": 16,
                 "drop_last": True,
+                "optimizer": "muon",  # PETRA with AdamW needs a far larger k
                 "lr": 2e-3,
                 "beta2": 0.95,
                 "weight_decay": 0.1,

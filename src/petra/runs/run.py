@@ -253,9 +253,9 @@ class Run:
 
     def _probed_tick(self) -> int:
         """The tick on which memory is measured, with a full pipeline and an update."""
-        k, total = self.config.accumulate, self.config.epochs * len(self.train)
-        steady = self.trainer.schedule.staleness(0) + k
-        return min(self._fill_start + steady + (-steady - 1) % k, total - 1)
+        schedule, total = self.trainer.schedule, self.config.epochs * len(self.train)
+        steady = schedule.staleness(0) + schedule.accumulate
+        return min(self._fill_start + steady + (-steady - 1) % schedule.cycle, total - 1)
 
     def _end_epoch(self) -> None:
         progress = self.progress

@@ -118,6 +118,10 @@ class FlushEverySchedule(PipelineSchedule):
             return microbatches
         return start + self.schedule.ticks(microbatches - start)
 
+    @property
+    def cycle(self) -> int:
+        return self.accumulate * (self.every or 1)
+
     def position(self, index: int) -> Hashable:
         start, size = self._group(index)
         local, settled = index - start, self.staleness(0) + 2 * self.accumulate

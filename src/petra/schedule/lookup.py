@@ -60,7 +60,7 @@ def find_schedule(text: str, stages: int, accumulate: int = 1) -> PipelineSchedu
     name, colon, number = text.partition(":")
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, 1)
-        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SCHEDULES)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(SCHEDULES)}"
         raise ValueError(f"there is no schedule named {name!r}: {hint}")
     if not colon:
         return SCHEDULES[name](stages, accumulate)

@@ -81,6 +81,11 @@ class PipelineSchedule(ABC):
             return ()
         return (tuple(Action(stage, Kind.UPDATE, microbatches - 1) for stage in range(self.stages)),)
 
+    @property
+    def cycle(self) -> int:
+        """The number of ticks after which the actions of a full pipeline are the same, on later micro-batches."""
+        return self.accumulate
+
     def position(self, index: int) -> Hashable:
         """Return a value that is equal for ticks in which the stages perform the same actions on later micro-batches.
 
