@@ -81,6 +81,27 @@ def test_other_methods(method):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b", "accumulate": 16},
+        {"schedule": "gpipe", "accumulate": 4},
+        {"schedule": "interleaved:2", "accumulate": 10},
+        {"method": "petra", "schedule": "flush:2", "accumulate": 12},
+        {"method": "petra", "flush_until": 5, "accumulate": 4},
+    ],
+    ids=str,
+)
+def test_flushed_pipelines(options):
+    """Ticks that fill the pipeline, those of the full one and those that flush it are captured."""
+    trainers = pair(**{"method": "reversible", **options})
+    for x, y in data(9 * options["accumulate"]):
+        step(trainers, x, y)
+    assert_same(*trainers)
+    assert trainers[1].executor.capture.ineligible_reason is None
+    assert trainers[1].executor.capture.captured_ticks >= 2 * options["accumulate"]
+
+
+@pytest.mark.parametrize(
     "corrections",
     [["predict"], ["coast"], ["spike"], ["discrepancy"], ["predict", "inertia:4", "reschedule:40"]],
     ids=",".join,

@@ -11,11 +11,13 @@ import torch
 from helpers.scripts import import_scripts
 
 from petra import models
+from petra.cli.main import main
 from petra.cli.options import add_checkpoint_options, add_run_options, given
 from petra.runs.config import RunConfig
 
-run, plans, results, summary, trials, cut_tokens = import_scripts(
-    "experiments/language", "run", "plans", "results", "summary", "trials", "cut_tokens"
+NAMES = ("run", "plans", "results", "summary", "trials", "cut_tokens", "made_text", "weight_tying")
+run, plans, results, summary, trials, cut_tokens, made_text, weight_tying = import_scripts(
+    "experiments/language", *NAMES
 )
 Choices, PLANS, Trial = plans.Choices, plans.PLANS, trials.Trial
 
@@ -80,6 +82,26 @@ def test_a_training_split_is_cut(tmp_path):
     assert (tmp_path / "short" / "test.bin").read_bytes() == (source / "test.bin").read_bytes()
     with pytest.raises(ValueError, match=r"--train-tokens is 41, but .* has 40 training tokens"):
         cut_tokens.cut_tokens(source, tmp_path / "long", 41)
+
+
+def test_tied_weights_are_compared(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text.txt").write_text(made_text.made_text(2000))
+    asked = [
+        "tokenize",
+        "--train",
+        str(tmp_path / "text.txt"),
+        "--vocab-size",
+        "300",
+        "--out",
+        str(tmp_path / "tokens"),
+    ]
+    assert main(asked) == 0
+    capsys.readouterr()
+    weight_tying.main(["--data", str(tmp_path / "tokens"), "--smoke", "--out", str(tmp_path / "no.json")])
+    _, _, untied, tied, wide = capsys.readouterr().out.splitlines()
+    assert (untied.split()[0], tied.split()[0], wide.split()[0]) == ("untied", "tied", "tied,")
+    assert not (tmp_path / "no.json").exists()
 
 
 def test_options_of_some_trials():
