@@ -178,7 +178,7 @@ class TickCapture:
             return self._run_eagerly(inputs, targets, 1.0)
         launch, rates = captured
         relative = [replace(r, microbatch=r.microbatch - first) for r in results]
-        shifted = [replace(action, microbatch=action.microbatch - first) for action in actions]
+        shifted = _shifted(actions, -first)
         tick = CapturedTick(launch, guards, before, static_inputs, static_targets, relative, shifted, changes, rates)
         steady.ticks[position] = tick
         for stage in executor.stages:
@@ -212,9 +212,7 @@ class TickCapture:
             captured.rates.refresh()
             captured.launch()
             references = steady.references()
-            self._executor.advance(
-                inputs, [replace(action, microbatch=action.microbatch + first) for action in captured.actions]
-            )
+            self._executor.advance(inputs, _shifted(captured.actions, first))
             steady.advance(captured.changes, references)
         self.captured_ticks += 1
         return self._results(captured, first)
@@ -315,8 +313,7 @@ class TickCapture:
 
     def _find_equal(self, steady: SteadyState, guards: Any, before: Any) -> CapturedTick | None:
         """Find a tick that was captured at another position in the cycle and does the same as the next one."""
-        now = self._executor.microbatches
-        actions = [replace(action, microbatch=action.microbatch - now) for action in self._executor.next_actions]
+        actions = _shifted(self._executor.next_actions, -self._executor.microbatches)
         for captured in steady.ticks.values():
             if (captured.guards, captured.before, captured.actions) == (guards, before, actions):
                 steady.ticks[self._executor.position_in_cycle] = captured
@@ -353,6 +350,10 @@ def _assign_branches(tick: Tick, most: int) -> dict[int, int]:
         taken = {branches[other] for phase in phases if stage in phase for other in phase & branches.keys()}
         branches[stage] = next(number for number in count() if number not in taken)
     return {stage: number % most for stage, number in branches.items()}
+
+
+def _shifted(actions: Sequence[Action], by: int) -> list[Action]:
+    return [Action(action.stage, action.kind, action.microbatch + by) for action in actions]
 
 
 def _kind(x: Any) -> Any:

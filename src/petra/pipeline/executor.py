@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class Executor:
     def next_actions(self) -> list[Action]:
         """The actions of the next tick, if a micro-batch is read in it."""
         tick = self._current.tick(self._tick, self._fed + 1)
-        return [replace(action, microbatch=self._start + action.microbatch) for phase in tick for action in phase]
+        return [Action(a.stage, a.kind, self._start + a.microbatch) for phase in tick for a in phase]
 
     @property
     def input_shapes(self) -> list[Shapes]:
