@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 WORDS = ["the", "old", "captain", "saw", "a", "white", "house", "by", "river", "and", "followed", "its", "long", "road"]
 WORDS += ["to", "harbour", "where", "his", "brother", "had", "lost", "one", "letter", "before", "winter", "came"]
 SMALL = ["--width", "64", "--depth", "6", "--heads", "2", "--seq-len", "32", "--batch-size", "2", "--epochs", "1"]
-SMALL += ["--warmup-epochs", "0.1", "--lr", "5e-3", "--quiet", "--device", "cpu", "--threads", "1"]
+SMALL += ["--accumulate", "8", "--warmup-epochs", "0.1", "--lr", "5e-3", "--quiet", "--device", "cpu", "--threads", "1"]
 
 
 def call(*arguments):

@@ -134,6 +134,26 @@ def test_a_flushed_run_resumes_at_every_tick(method, options):
         assert_same(state_of(second), state_of(whole))
 
 
+def test_every_drain_counts_its_update():
+    """A drain in the middle of a group makes an update, which the warm-up counts like any other."""
+    trainer = make_trainer(mixed_network(), method="petra", stages=4, accumulate=4, flush_until=4, corrections=["damp"])
+    for i, (x, y) in enumerate(batches(10)):
+        trainer.step(x, y)
+        if i % 5 == 4:
+            trainer.drain()
+    assert trainer.stages[0].updates == 4
+    assert trainer.executor._current.until == 0
+    assert trainer.stages[0].corrections.context.staleness == 3 / 4
+    other = make_trainer(mixed_network(), method="petra", stages=2, accumulate=4, flush_until=4)
+    other.load_drained(copy.deepcopy(trainer.state_dict()))
+    assert other.executor._current.until == 0
+
+
+def test_flush_without_a_number_is_exact():
+    for schedule in ("flush", "flush:01"):
+        assert make_trainer(mixed_network(), method="reversible", schedule=schedule, stages=2).schedule.exact
+
+
 @pytest.mark.parametrize("drained_after", [1, 4, 6, 9])
 def test_a_warm_up_continues_after_a_drain(drained_after):
     """The updates of the warm-up are counted from the start of training, whoever drains the pipeline."""
@@ -202,6 +222,7 @@ def test_gpipe_holds_all_micro_batches_of_an_update_in_the_last_stage_only():
         ({"method": "petra", "flush_until": 3, "accumulate": 3}, None),
         ({"method": "petra", "flush_until": 4, "accumulate": 2, "corrections": ["predict", "shrink:0.9"]}, None),
         ({"method": "petra", "schedule": "flush:3", "corrections": ["predict"]}, None),
+        ({"method": "petra", "schedule": "flush:3", "flush_until": 6, "accumulate": 2}, None),  # then more waits
         ({"method": "checkpointed", "schedule": "1f1b", "accumulate": 3}, 3),
         ({"method": "backprop", "schedule": "gpipe", "accumulate": 2}, 2),
     ],
@@ -229,12 +250,14 @@ def test_flushed_pipelines_are_captured(options, graphs):
         ({"method": "reversible", "schedule": "low-staleness"}, "computes exact gradients, but the schedule low-stal"),
         ({"method": "backprop", "schedule": "flush:2"}, "computes exact gradients, but the schedule flush:2"),
         ({"method": "dni", "schedule": "1f1b"}, "dni has one schedule only"),
-        ({"method": "petra", "schedule": "flush:0"}, "give the number of updates between two flushes, 1 or more"),
+        ({"method": "petra", "schedule": "flush:0"}, "flush:0 has 0 updates between two flushes: give 1 or more"),
         ({"method": "petra", "schedule": "lock-step:2"}, "write it like lock-step"),
         ({"method": "petra", "schedule": "interleaved:3"}, "3 stages per rank, but there are 4 stages"),
         ({"method": "petra", "schedule": "1f1b", "flush_until": 3}, "1f1b flushes after every update"),
         ({"method": "petra", "schedule": "locked-forward", "flush_until": 3}, "locked-forward cannot be flushed"),
         ({"method": "petra", "flush_until": -1}, "flush_until is -1: give the number of synchronous updates"),
+        ({"method": "petra", "schedule": "flush:²"}, "write it like flush:4"),
+        ({"method": "backprop", "flush_until": 3}, "backprop is never stale: leave flush_until out"),
         ({"method": "petra", "schedule": "zigzag"}, "there is no schedule named 'zigzag'"),
         ({"method": "1f1b"}, "1f1b is a schedule"),
     ],

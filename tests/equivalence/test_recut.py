@@ -300,6 +300,22 @@ def test_memory_is_measured_with_a_full_pipeline_and_an_update(tmp_path, method,
     assert Kind.UPDATE in {action.kind for action in actions}
 
 
+@pytest.mark.parametrize("other", [{"schedule": "1f1b", "flush_until": None}, {"flush_until": 50}, {"stages": 2}])
+def test_the_warm_up_may_be_another_after_resuming(tmp_path, other):
+    """What is in flight is finished as the checkpoint says, then the new options apply."""
+    first = {"method": "petra", "accumulate": 2, "flush_until": 3}
+    run = make(tmp_path / "run", **first)
+    for x, y in islice(run.train.epoch(0), 9):
+        run.progress.count(run.trainer.step(x, y))
+        run.progress.batch += 1
+    run._save()
+    run.close()
+    resumed = make(tmp_path / "run", resume=True, **{**first, **other})
+    assert resumed.trainer.stages[0].updates == 5  # the last one with a single micro-batch
+    assert resumed.trainer.layout["flush_until"] == {**first, **other}["flush_until"]
+    assert resumed()["test_loss"] > 0
+
+
 def test_replicas_go_on_with_the_figures_of_an_epoch_once(tmp_path):
     def work(transport):
         run = make(tmp_path / "run", transport, replicas=2)

@@ -13,13 +13,13 @@ class Damp(Correction):
     """Divide the learning rate of a stage by 1 + c·τ.
 
     A gradient that is τ updates late is stable up to a learning rate in proportion to 1/τ, whatever the momentum
-    (for τ < 1, that share of the micro-batches is one update late). Without delay, momentum β raises the limit to
+    (for τ < 1, a share τ of the micro-batches is one update late). Without delay, momentum β raises the limit to
     2(1 + β)/(1 - β) divided by the sharpness. c is the ratio of the two: at most 37 for β = 0.9, and less where the
     learning rate stays below the limit. In a synchronous warm-up, τ is 0 and nothing changes.
 
     Experimental. Measured: reversible GPT with 24M parameters, eight stages, k = 8, 13M tokens, one seed each. Muon at
     a learning rate of 2e-3: test loss 4.22 with `damp:4`, 4.16 without it. AdamW: 5.45 with `damp:4` at 2e-3, 5.45
-    without it at 1e-3.
+    without it at 1e-3, and 4.59 with `damp:4` at 2e-3 after 200 updates with exact gradients.
     """
 
     name = "damp"

@@ -92,8 +92,8 @@ class RingQueue:
         self.slots = 0
         self._most = 0  # entries that have waited at the same time
         self._spec: TreeSpec | None = None  # of an entry
-        self._layouts: list[Any] = []  # of its tensors, and what has no values as it is
-        self._leaves: list[Any] = []  # ring buffers, and what has no values as it is
+        self._layouts: list[Any] = []  # of its tensors; leaves without values, unchanged
+        self._leaves: list[Any] = []  # ring buffers; leaves without values, unchanged
         self._trees: list[Any] = []  # what lies in each slot
         self._before: list[int] = []  # numbers at the beginning of the tick that is being captured
 

@@ -98,11 +98,12 @@ class SteadyState:
         """Note what waits after a tick that was not captured, to know how much memory is needed."""
         for queue in self.queues:
             queue.observe()
+        if any(queue.needs_memory() for queue in self.queues):
+            self.ticks.clear()  # they use the memory so far, which `settle` replaces
 
     def settle(self, device: torch.device) -> None:
         """Move everything that waits into the ring buffers."""
         if self.cursors is None or any(queue.needs_memory() for queue in self.queues):
-            self.ticks.clear()  # they use the memory so far
             for queue in self.queues:
                 queue.allocate()
             self.cursors = torch.zeros(len(self.queues), dtype=torch.int64, device=device)

@@ -91,10 +91,10 @@ class TickCapture:
         if steady is None:
             steady = self._steady_states[kind] = SteadyState(executor)
         position, guards = executor.position_in_cycle, self._guards()
-        captured = steady.ticks.get(position)
         settled = self._settled is steady
         if not settled:
             steady.observe()
+        captured = steady.ticks.get(position)
         before = captured.before if captured is not None and settled else self._waiting()
         if captured is None:
             captured = self._find_equal(steady, guards, before)

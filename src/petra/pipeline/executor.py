@@ -50,6 +50,7 @@ class Executor:
         """Called after every action with the times at which it asked for its message, began and ended."""
         self._owned = {stage.index: stage for stage in stages}
         self._start = 0  # the first micro-batch since the pipeline was last empty
+        self._updates = 0  # of every stage before it
         self._fed = 0  # how many have been read since
         self._tick = 0  # how many ticks have passed since
         self._shapes: dict[int, Shapes] = {}  # inputs of micro-batches in flight
@@ -146,16 +147,16 @@ class Executor:
                 self._tick = tick
                 results += self.perform(self._current.tick(tick, self._fed))
             results += self.perform(self._current.final_tick(self._fed))
-            self._begin_at(self.microbatches)
+            self._begin_at(self.microbatches, self.stages[0].updates)
             assert self.mailbox.empty
             assert not any(stage.saved for stage in self.stages)
         self.mailbox.flush()
         return results
 
-    def _begin_at(self, microbatch: int) -> None:
-        """Begin to fill the empty pipeline with this micro-batch."""
-        self._start, self._fed, self._tick = microbatch, 0, 0
-        self._current = self.schedule.after(microbatch)
+    def _begin_at(self, microbatch: int, updates: int) -> None:
+        """Begin to fill the empty pipeline with this micro-batch, after as many updates."""
+        self._start, self._fed, self._tick, self._updates = microbatch, 0, 0, updates
+        self._current = self.schedule.after(updates)
 
     def predict(self, inputs: Streams) -> Streams | None:
         """Compute the outputs of the network in evaluation mode, with the current weights.
@@ -332,7 +333,7 @@ class Executor:
         if self.capture is not None:
             self.capture.synchronize()
         self._check_no_failure()
-        return {"start": self._start, "fed": self._fed, "tick": self._tick}
+        return {"start": self._start, "fed": self._fed, "tick": self._tick, "updates": self._updates}
 
     def stage_state_dict(self, stage: int) -> dict[str, Any]:
         """Return the messages that wait for a stage, and the shapes of the inputs in flight.
@@ -354,7 +355,7 @@ class Executor:
             stages: What `stage_state_dict` returned for each stage, with tensors on the device; empty if drained.
         """
         self._failure = None
-        self._begin_at(state["start"])
+        self._begin_at(state["start"], state["updates"])
         self._fed, self._tick = state["fed"], state["tick"]
         # Shares of replicas may differ in size, so each replica has shapes of its own.
         saved = stages[self.stages[0].index]["shapes"]

@@ -29,7 +29,7 @@ from petra.trainer.schedules import accepts, choose_schedule
 from petra.trainer.validation import choose_corrections
 
 ADAPTIVE = ("adamw", "nadamw", "muon", "soap")
-MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "schedule", "replicas", "data")
+MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "schedule", "flush_until", "replicas", "data")
 """Options that may differ when a run is resumed. Data may have moved; its fingerprint is compared."""
 
 

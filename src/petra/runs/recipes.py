@@ -100,10 +100,10 @@ RECIPES: dict[str, Recipe] = {
                 "method": "petra",
                 "schedule": "1f1b",
                 "stages": 8,
-                "accumulate": 8,
+                "accumulate": 32,
                 "seq_len": 256,
                 "epochs": 4,
-                "batch_size": 16,
+                "batch_size": 4,
                 "drop_last": True,
                 "optimizer": "muon",  # PETRA with AdamW needs a far larger k
                 "lr": 2e-3,

@@ -85,7 +85,7 @@ def _restore_other_layout(
     schedule = layout["in_flight"] if layout["schedule"] == IN_FLIGHT else layout["schedule"]
 
     def drain(transport: Transport) -> tuple[dict[str, Any], list[MicrobatchResult]]:
-        old = setup.build(transport, layout["stages"], schedule)
+        old = setup.build(transport, layout["stages"], schedule, flush_until=layout["flush_until"])
         indices = range(len(layout["stages"]))
         stages = {index: checkpoints.stage(index, transport.position.replica) for index in indices}
         old.load_state_dict({**saved, "stages": stages})

@@ -101,7 +101,9 @@ class Run:
         resumed = resume and self._checkpoints.exist()
         files = vocabulary_files(self._data)
         setup = TrainerSetup(config, self._network_spec, len(self.train), self.device, files, resumed=resumed)
-        self.trainer = setup.build(transport, config.stages, config.schedule, placement, cuda_graph)
+        self.trainer = setup.build(
+            transport, config.stages, config.schedule, placement, cuda_graph, flush_until=config.flush_until
+        )
         self.progress, metrics_bytes = RunProgress(), 0
         self._fill_start = 0  # the micro-batch at which this pipeline began to fill
         self._ineligible_reason: str | None = None

@@ -42,6 +42,7 @@ class TrainerSetup:
         schedule: str | Sequence[int] | None,
         placement: Sequence[int] | None = None,
         cuda_graph: bool | None = False,
+        flush_until: int | None = None,
     ) -> Trainer:
         """Build a trainer.
 
@@ -51,6 +52,7 @@ class TrainerSetup:
             schedule: The schedule of a pipelined method.
             placement: The rank of each stage.
             cuda_graph: Whether to capture ticks; None decides by the device.
+            flush_until: The number of first updates with exact gradients.
 
         Returns:
             The trainer.
@@ -73,7 +75,7 @@ class TrainerSetup:
             scheduler=config.curve(self.batches).scheduler,
             accumulate=config.accumulate,
             schedule=schedule,
-            flush_until=config.flush_until,
+            flush_until=flush_until,
             clip_norm=config.clip_norm,
             autocast=config.autocast_dtype,
             seed=config.seed,

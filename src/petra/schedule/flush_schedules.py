@@ -90,7 +90,7 @@ class FlushEverySchedule(PipelineSchedule):
     def __init__(self, schedule: AsyncSchedule, every: int | None = 1, until: int = 0) -> None:
         super().__init__(schedule.stages, schedule.accumulate)
         if every is not None and every < 1:
-            raise ValueError(f"flush_every is {every}: give the number of updates between two flushes, 1 or more")
+            raise ValueError(f"flush:{every} has {every} updates between two flushes: give 1 or more, like flush:4")
         if until < 0:
             raise ValueError(f"flush_until is {until}: give the number of synchronous updates, 0 or more")
         self.schedule = schedule
@@ -129,8 +129,7 @@ class FlushEverySchedule(PipelineSchedule):
             return size, "flush"
         return size, local if local < settled else settled + (local - settled) % self.accumulate
 
-    def after(self, microbatches: int) -> PipelineSchedule:
-        updates = -(-microbatches // self.accumulate)
+    def after(self, updates: int) -> PipelineSchedule:
         return FlushEverySchedule(self.schedule, self.every, max(0, self.until - updates)) if self.until else self
 
     def staleness(self, stage: int) -> int:
@@ -140,7 +139,7 @@ class FlushEverySchedule(PipelineSchedule):
         return 0.0 if self.exact or updates < self.until else self.schedule.delay(stage)
 
     def _group(self, microbatch: int) -> tuple[int, int | None]:
-        """Return the first micro-batch after the flush before this one, and how many lie between two flushes."""
+        """Return the first micro-batch since the last flush, and the number between two flushes; None: no flush."""
         warmup = self.until * self.accumulate
         if microbatch < warmup:
             return microbatch - microbatch % self.accumulate, self.accumulate

@@ -14,8 +14,8 @@ class InterleavedSchedule(PipelineSchedule):
     """1F1B with V stages per rank: rank r of R holds stages r, R + r, 2R + r, … (Narayanan et al., 2021).
 
     A rank works on R micro-batches with one of its stages before it turns to the next one. The bubble lasts as long as
-    a forward and a backward of R - 1 stages. With one stage per rank, which is V times as long, it is V times as long.
-    The bubble is that short if `accumulate` is a multiple of R. Gradients are exact: all stages make their update
+    a forward and a backward of R - 1 stages. With one stage per rank, stages and bubble are V times as long. The
+    bubble is that short if `accumulate` is a multiple of R. Gradients are exact: all stages make their update
     before the next group of `accumulate` micro-batches begins.
 
     A tick begins with the forward of its micro-batch on stage 0. It ends before the next one, or with the group.

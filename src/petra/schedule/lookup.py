@@ -64,7 +64,7 @@ def find_schedule(text: str, stages: int, accumulate: int = 1) -> PipelineSchedu
         raise ValueError(f"there is no schedule named {name!r}: {hint}")
     if not colon:
         return SCHEDULES[name](stages, accumulate)
-    if name not in WITH_NUMBER or not number.isdigit():
+    if name not in WITH_NUMBER or not (number.isascii() and number.isdecimal()):
         example = f"{name}:4" if name in WITH_NUMBER else name
         raise ValueError(f"schedule is {text!r}: write it like {example}")
     return WITH_NUMBER[name](stages, accumulate, int(number))

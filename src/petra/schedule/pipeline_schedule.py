@@ -97,11 +97,11 @@ class PipelineSchedule(ABC):
         """
         return min(index, self.staleness(0)), index % self.accumulate
 
-    def after(self, microbatches: int) -> PipelineSchedule:
+    def after(self, updates: int) -> PipelineSchedule:
         """Return the schedule that follows once the pipeline has been drained, whose ticks are counted from 0 again.
 
         Args:
-            microbatches: The number of micro-batches that were read before.
+            updates: The number of updates that every stage has made.
 
         Returns:
             The schedule; it is the same unless it changes in the course of training.

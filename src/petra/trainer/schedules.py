@@ -51,13 +51,15 @@ def choose_schedule(
         )
     if not flush_until:
         return chosen
+    if not method.pipelined:
+        raise ValueError(f"flush_until is {flush_until}, but {method.name} is never stale: leave flush_until out")
     if isinstance(chosen, FlushEverySchedule) and not chosen.exact:
         return FlushEverySchedule(chosen.schedule, chosen.every, flush_until)
     if not isinstance(chosen, AsyncSchedule):
         raise ValueError(
             f"flush_until is {flush_until}, but the schedule {chosen.name} "
-            f"{'flushes after every update' if chosen.exact else 'cannot be flushed'}: leave flush_until out, or "
-            "choose low-staleness"
+            f"{'flushes after every update' if chosen.exact else 'cannot be flushed'}: set flush_until to 0, or choose "
+            "low-staleness"
         )
     return FlushEverySchedule(chosen, None, flush_until)
 
@@ -74,7 +76,7 @@ def accepts(method: Method, schedule: str | Sequence[int]) -> bool:
         these and the asynchronous ones if it is pipelined.
     """
     name = schedule.partition(":")[0] if isinstance(schedule, str) else IN_FLIGHT
-    if schedule == "flush:1":
+    if isinstance(schedule, str) and name == "flush" and schedule.partition(":")[2].lstrip("0") in ("", "1"):
         name = "1f1b"
     own = method.schedule(1, 1)
     if name == own.name:
@@ -92,6 +94,8 @@ def _find(
             if stages % ranks:
                 raise ValueError(f"{stages} stages cannot be interleaved on {ranks} ranks: give a multiple of {ranks}")
             return InterleavedSchedule(stages, accumulate, stages // ranks)
+        if schedule == "interleaved" and stages % 2:  # in one process, any number of stages per rank will do
+            return InterleavedSchedule(stages, accumulate, 1)
         return find_schedule(schedule, stages, accumulate)
     if isinstance(schedule, Real):
         raise ValueError(

@@ -87,7 +87,12 @@ def place_stages(
     stages: int, ranks: int, asked: Sequence[int] | None, schedule: PipelineSchedule | None = None
 ) -> list[int]:
     """Return the rank of each stage."""
-    if asked is None and isinstance(schedule, InterleavedSchedule) and schedule.ranks == ranks:
+    if asked is None and isinstance(schedule, InterleavedSchedule) and ranks > 1:
+        if schedule.ranks != ranks:
+            raise ValueError(
+                f"{schedule.name} with {stages} stages is for {schedule.ranks} ranks, but there are {ranks}: give "
+                "interleaved without a number, or a placement"
+            )
         return schedule.placement
     if ranks > stages:
         raise ValueError(f"there are {ranks} ranks but only {stages} stages: give {ranks} stages or more")
