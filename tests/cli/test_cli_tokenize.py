@@ -195,6 +195,13 @@ def test_text_is_encoded_and_decoded(run, capsys):
         assert write(capsys, run, "--prompt", prompt, "--max-new-tokens", 9, "--temperature", 0) == expected
 
 
+def test_a_prompt_that_is_not_utf_8(run, capsys):
+    assert call("generate", run, "--device", "cpu", "--prompt", "\udcff") == 2
+    error = capsys.readouterr().err
+    assert r"the text is not UTF-8 at character 0 ('\udcff')" in error
+    assert len(error.splitlines()) == 1
+
+
 def test_text_ends_at_the_end_of_a_document(run):
     network = petra.load(run)
     whole = generate(network, [5], 40, context=12, entries=280, seed=1)
@@ -223,7 +230,9 @@ def test_mistakes(texts, tokens, tmp_path, capsys):
         (["--train", file, "--out", tokens], "contains tokens already: give --overwrite"),
         (["--train", file, "--test", file, "--test-share", 0.1, "--out", out], "--test-share is 0.1, but --test is"),
         (["--train", file, "--test-share", 1, "--out", out], "--test-share is 1.0: give more than 0 and less than 1"),
-        (["--train", file, "--vocab-size", 256, "--out", out], "--vocab-size is 256: give between 257 and"),
+        (["--train", file, "--vocab-size", 256, "--out", out], "--vocab-size is 256: give 257 or more\n"),
+        (["--train", file, "--end-of-text", "", "--out", out], "--end-of-text is '', which cannot be a token: give"),
+        (["--train", file, "--tokenizer", texts, "--out", out], f"{texts} is a folder: give the tokenizer.json"),
         (["--train", file, "--vocab-size", 300, "--tokenizer", tokens / "tokenizer.json", "--out", out], "leave one"),
         (["--check", tmp_path], "contains no tokens.json"),
         (["--check", tokens, "--out", out], "--check reads an existing folder: leave --train, --test and --out out"),

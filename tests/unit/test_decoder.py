@@ -1,6 +1,7 @@
 """The options of GPT, each compared with plain formulas; its presets; networks of all options in pipelines."""
 
 import copy
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -240,6 +241,8 @@ def test_eight_stages_of_the_small_preset_are_balanced():
         ({"kv_heads": -1}, "kv_heads is -1: give a number that divides heads 6"),
         ({"kv_heads": 1.5}, "kv_heads is 1.5: give a number that divides heads 6"),
         ({"kv_heads": 12}, "kv_heads is 12: give a number that divides heads 6"),
+        ({"mlp_ratio": math.nan}, "mlp_ratio is nan, which is not a finite number: give about 4"),
+        ({"mlp_ratio": math.inf}, "mlp_ratio is inf, which is not a finite number: give about 4"),
         ({"residual_scale": 0.0}, "residual_scale is 0.0: give a number above 0"),
         ({"width": 30, "positions": "rotary"}, "width 30 and heads 6 give 5 channels per head, but rotary positions"),
     ],

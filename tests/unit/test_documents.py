@@ -70,6 +70,72 @@ def test_pieces_are_short_where_there_is_white_space() -> None:
     assert list(divide([Piece(whole, True)], 100)) == [Piece(whole, True)]
 
 
+@given(TEXTS, st.integers(1, 20), st.integers(1, 9), st.integers(1, 30))
+def test_pieces_do_not_depend_on_what_is_read_at_a_time(text: str, size: int, part: int, longest: int) -> None:
+    parts = [Piece(text[i : i + part], False) for i in range(0, len(text), part)]
+    with patch.object(documents, "LONGEST_PIECE", longest):
+        pieces = list(divide([Piece(text, True)], size))
+        assert list(divide([*parts, Piece("", True)], size)) == pieces
+    assert joined(pieces) == [text]
+    assert all(len(piece) <= max(size, longest) for piece, _ in pieces)
+
+
+def test_a_text_without_white_space_is_cut() -> None:
+    text = "x" * 25 + " " + "y" * 9
+    with patch.object(documents, "LONGEST_PIECE", 10):
+        pieces = [piece for piece, _ in divide([Piece(text, True)], 4)]
+    assert pieces == ["x" * 10, "x" * 10, "x" * 5, " " + "y" * 9]
+
+
+class CountedText(str):
+    """A text that counts the characters that are copied from it."""
+
+    copied = 0
+
+    def __radd__(self, other: str) -> "CountedText":
+        return CountedText(other + str(self))
+
+    def __getitem__(self, index) -> "CountedText":
+        part = CountedText(super().__getitem__(index))
+        CountedText.copied += len(part)
+        return part
+
+
+@pytest.mark.parametrize("options", [{"separator": "\n"}, {"start": "a"}, {"size": 20}])
+def test_the_characters_that_are_copied_grow_with_the_text(options) -> None:
+    text = CountedText("a bc def\n" * 1000)
+    with (
+        patch.object(CountedText, "copied", 0),
+        patch.object(documents, "read_text_parts", lambda *_: iter([text])),
+    ):
+        assert "".join(joined(DocumentReader([Path("a.txt")], **options))).count("def") == 1000
+        assert len(text) <= CountedText.copied <= 4 * len(text)
+
+
+def test_the_characters_that_are_searched_grow_with_the_text() -> None:
+    class Counted:
+        def __init__(self, pattern):
+            self.pattern, self.searched = pattern, 0
+
+        def _count(self, text, start, end):
+            self.searched += max(min(end, len(text)) - start, 0)
+
+        def finditer(self, text, start, end):
+            self._count(text, start, end)
+            return self.pattern.finditer(text, start, end)
+
+        def search(self, text, start, end):
+            self._count(text, start, end)
+            return self.pattern.search(text, start, end)
+
+    for text in ("x" * 20_000, "a. " * 3000 + "x" * 10_000):
+        counted = Counted(documents._BEFORE_SPACE)
+        parts = [Piece(text[i : i + 10], False) for i in range(0, len(text), 10)]
+        with patch.object(documents, "_BEFORE_SPACE", counted):
+            assert joined(divide([*parts, Piece("", True)], 5000)) == [text]
+        assert counted.searched < 4 * len(text)
+
+
 def test_compressed_files_and_byte_order_marks(tmp_path) -> None:
     text = "Zoë\r\nand 𝄞\n" * 9
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())

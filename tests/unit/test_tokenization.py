@@ -52,6 +52,13 @@ def test_tokens_give_the_text_back(tokenizer, text: str) -> None:
     assert all(0 < token < tokenizer.vocab_size for token in tokens)
 
 
+def test_a_text_that_is_not_utf_8(tokenizer) -> None:
+    with refused(
+        r"the text is not UTF-8 at character 1 ('\udcff'), but the tokenizer reads only UTF-8: correct the text"
+    ):
+        tokenizer.encode("é\udcff")
+
+
 def test_a_text_may_spell_a_special_token(tokenizer) -> None:
     tokens = tokenizer.encode("a<|endoftext|>b")
     assert tokenizer.end not in tokens
@@ -163,6 +170,8 @@ def test_tokens_stay_if_their_replacement_fails(tmp_path, monkeypatch) -> None:
 def test_errors(tmp_path, monkeypatch) -> None:
     good, empty = written(tmp_path, WORDS, "")
     (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "no-json.json").write_text("words")
+    (tmp_path / "no-text.json").write_bytes(b"{\xff}")
     out = tmp_path / "out"
     for arguments, options, words in (
         (([], []), {}, "--train is missing: give text files, or --test and --tokenizer to encode a test text only"),
@@ -174,6 +183,20 @@ def test_errors(tmp_path, monkeypatch) -> None:
         (([good], []), {"separator": "a", "start": "b"}, "--document-separator and --document-start are given: leave"),
         (([good], []), {"tokenizer": tmp_path / "bad.json"}, "bad.json is damaged or not a Hugging Face tokenizer ("),
         (([good], []), {"tokenizer": tmp_path / "no.json"}, "no.json does not exist: give the tokenizer.json of a"),
+        (
+            ([good], []),
+            {"tokenizer": tmp_path / "no-json.json"},
+            "no-json.json is damaged or not a Hugging Face tokeni",
+        ),
+        (([good], []), {"tokenizer": tmp_path}, f"{tmp_path} is a folder: give the tokenizer.json of a Hugging Face"),
+        (([good], []), {"tokenizer": tmp_path / "no-text.json"}, "no-text.json is not a Hugging Face tokenizer (it is"),
+        (([good], []), {"end_of_text": ""}, "--end-of-text is '', which cannot be a token: give a text in UTF-8, such"),
+        (([good], []), {"end_of_text": "\udcff"}, r"--end-of-text is '\udcff', which cannot be a token"),
+        (
+            ([good], []),
+            {"vocab_size": 10**20},
+            f"--vocab-size is {10**20}, too large for a tokenizer: give 16777216 or",
+        ),
         (([tmp_path / "none"], []), {}, "none, which does not exist: give text files"),
     ):
         with refused(words):

@@ -332,6 +332,7 @@ def test_functions_compile_without_graph_breaks(causal):
         ("rev-vit-s", {"heads": 7}, "width 384 is not a multiple of heads 7"),
         ("rev-vit-s", {"image_size": 32, "patch": 5}, "image_size 32 is not a multiple of patch 5"),
         ("rev-vit-s", {"mlp_ratio": 0}, "mlp_ratio is 0"),
+        ("rev-swin-t", {"mlp_ratio": float("nan")}, "mlp_ratio is nan, which is not a finite number: give about 4"),
         ("rev-vit-s", {"drop_path": 1.0}, r"drop_path is 1\.0"),
         ("rev-gpt", {"dropout": -0.1}, r"dropout is -0\.1"),
         ("rev-gpt", {"vocab_size": 0}, "vocab_size is 0"),

@@ -98,7 +98,6 @@ class TokenizeOptions:
         group=TOKENS,
         metavar="N",
         minimum=MIN_VOCAB_SIZE,
-        maximum=2**31,
         default_text=str(DEFAULT_VOCAB_SIZE),
     )
     end_of_text: str = option(

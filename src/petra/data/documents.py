@@ -15,6 +15,9 @@ from typing import IO, NamedTuple
 PIECE_CHARACTERS = 2**16
 """Characters from which on a document is divided into pieces."""
 
+LONGEST_PIECE = 2**20
+"""Characters after which a text without white space is divided all the same."""
+
 _READ_BYTES = 2**20
 
 _BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
@@ -39,7 +42,8 @@ class DocumentReader:
 
     Documents of more than `size` characters come in several pieces. They are divided before a space between two
     letters, or else before other white space. Byte-level tokenizers begin a new token there anyway, so the tokens of
-    the pieces are those of the whole document.
+    the pieces are those of the whole document. Only a text without white space that is longer than `LONGEST_PIECE`
+    characters is divided elsewhere.
     """
 
     files: Sequence[Path]
@@ -66,14 +70,16 @@ class DocumentReader:
         rest, empty = "", True
         for text in read_text_parts(file, self.progress):
             rest += text
-            while boundary and (found := rest.find(boundary)) >= 0:
-                if not empty or found + head:
-                    yield Piece(rest[: found + head], True)
-                rest, empty = rest[found + len(boundary) - tail :], True
+            begin = 0  # of the document; to copy the rest after each document would take quadratic time
+            while boundary and (found := rest.find(boundary, begin)) >= 0:
+                if not empty or found + head > begin:
+                    yield Piece(rest[begin : found + head], True)
+                begin, empty = found + len(boundary) - tail, True
             safe = len(rest) - max(len(boundary) - 1, 0)  # a boundary may begin in the remaining characters
-            if safe > 0:
-                yield Piece(rest[:safe], False)
-                rest, empty = rest[safe:], False
+            if safe > begin:
+                yield Piece(rest[begin:safe], False)
+                begin, empty = safe, False
+            rest = rest[begin:]
         if rest or not empty:
             yield Piece(rest, True)
 
@@ -149,33 +155,51 @@ def divide(parts: Iterable[Piece], size: int) -> Iterator[Piece]:
 
     Args:
         parts: Documents in pieces of any size.
-        size: Characters of a piece. A piece is longer where there is no white space.
+        size: Characters of a piece. A piece is longer where there is no white space. A text without white space that
+            is longer than `LONGEST_PIECE` (and `size`) is cut there, possibly within a token.
 
     Returns:
-        An iterator over pieces with the same documents.
+        An iterator over pieces with the same documents. They do not depend on how `parts` are divided.
     """
-    rest = ""
+    longest = max(size, LONGEST_PIECE)
+    rest, searched = "", 0  # `searched` characters of the rest contain no boundary
     for text, ends in parts:
         rest += text
-        while len(rest) > size and (cut := _last_boundary(rest, size)):
-            yield Piece(rest[:cut], False)
-            rest = rest[cut:]
+        begin = 0
+        while len(rest) - begin > size + (not ends):  # a boundary after `size` characters needs two more
+            cut = 0 if searched else _last_boundary(rest, begin, size)
+            cut = cut or _next_boundary(rest, begin + max(size, searched), begin + longest)
+            if not cut:
+                searched = len(rest) - begin - 1
+                break
+            yield Piece(rest[begin:cut], False)
+            begin, searched = cut, 0
         if ends:
-            yield Piece(rest, True)
-            rest = ""
+            yield Piece(rest[begin:], True)
+            begin, searched = len(rest), 0
+        rest = rest[begin:]
 
 
-def _last_boundary(text: str, size: int) -> int:
-    """The last place within `size` characters at which a text may be divided, or the first one after them, or 0."""
-    for pattern in (_BETWEEN_WORDS, _BEFORE_SPACE):
+def _last_boundary(text: str, begin: int, size: int) -> int:
+    """The last place within `size` characters after `begin` at which a text may be divided, or 0."""
+    end = begin + size
+    near = max(begin, end - 2**12)
+    for pattern, start in ((_BETWEEN_WORDS, near), (_BEFORE_SPACE, near), (_BEFORE_SPACE, begin)):
         found = 0
-        for match in pattern.finditer(text, max(0, size - 2**12), size + 2):
-            if match.end() <= size:
+        for match in pattern.finditer(text, start, end + 2):
+            if match.end() <= end:
                 found = match.end()
         if found:
             return found
-    later = _BEFORE_SPACE.search(text)
-    return later.end() if later is not None else 0
+    return 0
+
+
+def _next_boundary(text: str, begin: int, end: int) -> int:
+    """The first place after `begin` at which a text may be divided, or `end` if the text is longer, or 0."""
+    found = _BEFORE_SPACE.search(text, begin, end + 1)
+    if found is not None:
+        return found.end()
+    return end if len(text) > end else 0
 
 
 def _decompressed(file: Path, raw: IO[bytes]) -> IO[bytes]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from petra.data.documents import PIECE_CHARACTERS, DocumentReader, Piece, find_files
 from petra.data.token_files import INFO, TOKEN_FILES, TOKENIZER, TokenCounts, TokenInfo, token_dtype
-from petra.data.tokenizer import END_OF_TEXT, HuggingFaceTokenizer
+from petra.data.tokenizer import END_OF_TEXT, HuggingFaceTokenizer, check_end_of_text, check_vocab_size
 
 DEFAULT_VOCAB_SIZE, DEFAULT_TEST_SHARE = 8192, 0.05
 TOKENIZER_BYTES = 2**30
@@ -60,8 +60,7 @@ def tokenize(
 ) -> TokenInfo:
     """Write a folder with tokens: `tokenizer.json`, `train.bin`, `test.bin` and `tokens.json`.
 
-    Texts are read in pieces, so they may be larger than memory. The files appear under their names when all of them
-    are complete.
+    Texts are read in pieces, so they may be larger than memory. Files are renamed into place once all are complete.
 
     Args:
         train: Text files or folders for training. They may be empty if `tokenizer` and `test` are given.
@@ -92,8 +91,11 @@ def tokenize(
         raise ValueError("--train is missing: give text files, or --test and --tokenizer to encode a test text only")
     if separator and start:
         raise ValueError("--document-separator and --document-start are given: leave one of them out")
+    check_end_of_text(end_of_text)
     if tokenizer is not None:  # before anything is read or written
         HuggingFaceTokenizer.read(tokenizer.expanduser(), end_of_text)
+    else:
+        check_vocab_size(vocab_size, end_of_text)
 
     def reader(paths: Sequence[Path], option: str) -> DocumentReader:
         return DocumentReader(find_files(paths, option), separator, start, piece_characters)

@@ -13,6 +13,8 @@ END_OF_TEXT = "<|endoftext|>"
 """Default text of the token that separates documents."""
 MIN_VOCAB_SIZE = 257
 """Size of the smallest byte-level vocabulary: all bytes and the end-of-text token."""
+MAX_VOCAB_SIZE = 2**24
+"""Size of the largest vocabulary that can be asked for: training reserves memory for it."""
 
 
 class Tokenizer(Protocol):
@@ -105,7 +107,8 @@ class HuggingFaceTokenizer:
             The tokenizer.
 
         Raises:
-            ValueError: If the file is damaged or has no such token, or if `tokenizers` is not installed.
+            ValueError: If the file cannot be read, is damaged or has no such token, or if `tokenizers` is not
+                installed.
 
         """
         library = _library()
@@ -113,6 +116,12 @@ class HuggingFaceTokenizer:
             content = file.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ValueError(f"{file} does not exist: give the tokenizer.json of a Hugging Face tokenizer") from None
+        except IsADirectoryError:
+            raise ValueError(f"{file} is a folder: give the tokenizer.json of a Hugging Face tokenizer") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file} is not a Hugging Face tokenizer (it is not UTF-8 at byte {error.start}): give a tokenizer.json"
+            ) from error
         try:
             tokenizer = library.Tokenizer.from_str(content)
         except Exception as error:  # the library raises nothing more specific
@@ -141,14 +150,13 @@ class HuggingFaceTokenizer:
             The tokenizer.
 
         Raises:
-            ValueError: If `vocab_size` is too small, or `tokenizers` is not installed.
+            ValueError: If `vocab_size` is too small or too large, `end_text` is invalid, or `tokenizers` is not
+                installed.
 
         """
         library = _library()
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise ValueError(
-                f"--vocab-size is {vocab_size}: give {MIN_VOCAB_SIZE} or more, for all bytes and {end_text}"
-            )
+        check_end_of_text(end_text)
+        check_vocab_size(vocab_size, end_text)
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = library.decoders.ByteLevel()
@@ -171,7 +179,15 @@ class HuggingFaceTokenizer:
         Returns:
             The tokens.
 
+        Raises:
+            ValueError: If the text comes from bytes that are not UTF-8.
+
         """
+        if (position := _first_surrogate(text)) is not None:
+            raise ValueError(
+                f"the text is not UTF-8 at character {position} ({text[position]!r}), but the tokenizer reads only "
+                "UTF-8: correct the text"
+            )
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -206,6 +222,34 @@ class HuggingFaceTokenizer:
 
         """
         return str(self._tokenizer.to_str(pretty=True))
+
+
+def check_end_of_text(text: str) -> None:
+    """Raise `ValueError` if no token can have this text."""
+    if not text or _first_surrogate(text) is not None:
+        raise ValueError(
+            f"--end-of-text is {text!r}, which cannot be a token: give a text in UTF-8, such as {END_OF_TEXT}"
+        )
+
+
+def check_vocab_size(size: int, end_text: str) -> None:
+    """Raise `ValueError` if no tokenizer can be trained with this size."""
+    if size < MIN_VOCAB_SIZE:
+        raise ValueError(f"--vocab-size is {size}: give {MIN_VOCAB_SIZE} or more, for all bytes and {end_text}")
+    if size > MAX_VOCAB_SIZE:
+        raise ValueError(f"--vocab-size is {size}, too large for a tokenizer: give {MAX_VOCAB_SIZE} or less")
+
+
+def _first_surrogate(text: str) -> int | None:
+    """The index of the first character that UTF-8 cannot represent, or None.
+
+    In an argument of a program, it stands for a byte that was not valid UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _library() -> Any:

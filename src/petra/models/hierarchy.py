@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from petra.models.transformer_parts import DropPath, check_rates, check_sizes, mean_stream, truncated_normal_
+from petra.models.transformer_parts import (
+    DropPath,
+    check_rates,
+    check_sizes,
+    hidden_channels,
+    mean_stream,
+    truncated_normal_,
+)
 
 FuseKind = Literal["mean", "linear", "mlp"]
 
@@ -122,8 +129,7 @@ def check_hierarchy(
             )
     if image_size % patch:
         raise ValueError(f"image_size {image_size} is not a multiple of patch {patch}: give a patch that divides it")
-    if round(width * mlp_ratio) < 1:
-        raise ValueError(f"mlp_ratio is {mlp_ratio}, so the MLP has no hidden channels at width {width}: give about 4")
+    hidden_channels(width, mlp_ratio)
     check_rates(dropout=dropout, drop_path=drop_path)
     if fuse not in get_args(FuseKind):
         raise ValueError(f"fuse is {fuse!r}: choose one of {', '.join(get_args(FuseKind))}")

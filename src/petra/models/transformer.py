@@ -21,6 +21,7 @@ from petra.models.transformer_parts import (
     check_rates,
     check_sizes,
     drop_path_rates,
+    hidden_channels,
     truncated_normal_,
 )
 from petra.reversible import ReversibleBlock
@@ -42,8 +43,7 @@ def transformer_blocks(
     check_sizes(width=width, depth=depth, heads=heads)
     check_rates(dropout=dropout, drop_path=drop_path)
     _check_style(style, width, heads)
-    if (hidden := round(width * mlp_ratio)) < 1:
-        raise ValueError(f"mlp_ratio is {mlp_ratio}, so the MLP has no hidden channels at width {width}: give about 4")
+    hidden = hidden_channels(width, mlp_ratio)
     if style.mlp == "swiglu":
         hidden = _gated_hidden(hidden)
     layers: OrderedDict[str, nn.Module] = OrderedDict()

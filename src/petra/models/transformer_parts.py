@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import isfinite
 from numbers import Integral
 
 import torch
@@ -94,6 +95,15 @@ def check_rates(**rates: float) -> None:
     for name, rate in rates.items():
         if not 0 <= rate < 1:
             raise ValueError(f"{name} is {rate}: give a rate from 0 to less than 1")
+
+
+def hidden_channels(width: int, mlp_ratio: float) -> int:
+    """The hidden channels of an MLP; raises `ValueError` if there would be none."""
+    if not isfinite(mlp_ratio):
+        raise ValueError(f"mlp_ratio is {mlp_ratio}, which is not a finite number: give about 4")
+    if (hidden := round(width * mlp_ratio)) < 1:
+        raise ValueError(f"mlp_ratio is {mlp_ratio}, so the MLP has no hidden channels at width {width}: give about 4")
+    return hidden
 
 
 def check_sizes(**sizes: int) -> None:
