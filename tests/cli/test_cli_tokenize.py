@@ -12,6 +12,7 @@ import petra
 from petra.cli.main import main
 from petra.cli.tokenize import unescape
 from petra.data import HuggingFaceTokenizer, TextData, load_data
+from petra.data.tokenizer import CharacterTokenizer
 from petra.runs.config import RunConfig
 from petra.runs.generation import generate
 from petra.runs.run import Run
@@ -200,6 +201,8 @@ def test_a_prompt_that_is_not_utf_8(run, capsys):
     error = capsys.readouterr().err
     assert r"the text is not UTF-8 at character 0 ('\udcff')" in error
     assert len(error.splitlines()) == 1
+    with pytest.raises(ValueError, match=r"--prompt contains '\\udcff', which is not among the 2 characters"):
+        CharacterTokenizer("ab", "--prompt").encode("a\udcff")
 
 
 def test_text_ends_at_the_end_of_a_document(run):

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from helpers.data_files import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petra.data import HuggingFaceTokenizer, TokenInfo, load_data, tokenization, tokenize
+from petra.data import HuggingFaceTokenizer, TokenInfo, documents, load_data, tokenization, tokenize
 from petra.data.token_files import check_tokens
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -124,6 +125,14 @@ def test_the_end_of_one_document_is_held_out(tokenizer, tokenizer_file, percent:
         cut = len(WORDS) - max(1, int(len(WORDS) * (percent / 100)))
         for split, part in (("train", WORDS[:cut]), ("test", WORDS[cut:])):
             assert tokens_of(out, split) == [*tokenizer.encode(part), 0]
+
+
+@pytest.mark.parametrize("separator", ["", "\n\n"])
+def test_files_are_read_once_to_count_documents_and_once_to_encode(tmp_path, tokenizer_file, separator) -> None:
+    files, read = written(tmp_path, WORDS), []
+    with patch.object(documents, "read_text_parts", lambda file, _: read.append(file) or iter([file.read_text()])):
+        tokenize(files, [], tmp_path / "out", tokenizer=tokenizer_file, separator=separator)
+    assert read == files * 2
 
 
 def test_any_hugging_face_tokenizer(tmp_path) -> None:

@@ -191,7 +191,7 @@ def encode_characters(text: str, vocabulary: Sequence[str], where: str) -> NDArr
 
 
 def _code_points(text: str) -> NDArray[Any]:
-    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 def decode_utf8(path: Path, content: bytes, remedy: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -29,18 +30,17 @@ _PARTIAL = ".partial"
 
 @dataclass(frozen=True)
 class _Source:
-    """The documents of one split, which can be read several times."""
+    """The documents of one split, or of both, which can be read several times."""
 
     reader: DocumentReader
-    cut: Callable[[Iterable[Piece]], Iterator[Piece]] | None = None
-    """Selects the pieces of the split, where both splits are in the same files."""
+    assign: Callable[[Iterable[Piece]], Iterator[tuple[str, Piece]]]
+    """Gives each piece its split, first `train`, then `test`."""
 
-    def read(self, title: str, quiet: bool) -> Iterator[Piece]:
+    def read(self, title: str, quiet: bool) -> Iterator[tuple[str, Piece]]:
         total = sum(file.stat().st_size for file in self.reader.files)
         # Without a terminal there is no bar.
         with tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False, disable=quiet or None) as bar:
-            pieces = iter(replace(self.reader, progress=bar.update))
-            yield from pieces if self.cut is None else self.cut(pieces)
+            yield from self.assign(replace(self.reader, progress=bar.update))
 
 
 def tokenize(
@@ -97,30 +97,30 @@ def tokenize(
     else:
         check_vocab_size(vocab_size, end_of_text)
 
-    def reader(paths: Sequence[Path], option: str) -> DocumentReader:
-        return DocumentReader(find_files(paths, option), separator, start, piece_characters)
-
-    sources: dict[str, _Source] = {}
-    if train:
-        sources["train"] = _Source(reader(train, "--train"))
-    if test:
-        sources["test"] = _Source(reader(test, "--test"))
-    else:
-        sources = _hold_out(sources["train"], test_share, quiet)
+    sources = []
+    for split, paths in (("train", train), ("test", test)):
+        if paths:
+            files = find_files(paths, f"--{split}")
+            reader = DocumentReader(files, separator, start, piece_characters)
+            sources.append(_Source(reader, partial(_assign_all, split=split)))
+    if not test:
+        sources = [_hold_out(sources[0], test_share, quiet)]
     with _partial_folder(out) as folder:
         if tokenizer is None:
-            texts = _training_texts(sources["train"].read("training the tokenizer", quiet))
+            texts = _training_texts(sources[0].read("training the tokenizer", quiet))
             made = HuggingFaceTokenizer.train(texts, vocab_size, end_of_text)
             (folder / TOKENIZER).write_text(made.to_json(), encoding="utf-8")
         else:
             shutil.copyfile(tokenizer.expanduser(), folder / TOKENIZER)
         # The tokenizer is read from the file, so the tokens are those that every reader of the file gets.
         used = HuggingFaceTokenizer.read(folder / TOKENIZER, end_of_text)
-        counts = {
-            split: _encode(sources[split].read(f"encoding {split}", quiet), used, folder / name, split)
-            for split, name in TOKEN_FILES.items()
-            if split in sources
-        }
+        counts = {}
+        pieces = chain.from_iterable(source.read("encoding", quiet) for source in sources)
+        for split, group in groupby(pieces, key=lambda entry: entry[0]):
+            counts[split] = _encode((piece for _, piece in group), used, folder / TOKEN_FILES[split])
+        for split in ("train", "test") if train else ("test",):
+            if split not in counts or not counts[split].bytes:
+                raise ValueError(f"the {split} split has no text: give files with text in them")
         digest = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
         info = TokenInfo(used.vocab_size, used.end, digest, counts.get("train"), counts["test"])
         (folder / INFO).write_text(json.dumps(info.to_json(), indent=2) + "\n")
@@ -146,60 +146,57 @@ def _partial_folder(out: Path) -> Iterator[Path]:
             out.rmdir()
 
 
-def _hold_out(source: _Source, share: float, quiet: bool) -> dict[str, _Source]:
+def _hold_out(source: _Source, share: float, quiet: bool) -> _Source:
     """Hold out the last share of the documents for testing, or of the text if there is only one document."""
     documents = characters = 0
-    for text, ends in source.read("counting documents", quiet):
+    for _, (text, ends) in source.read("counting documents", quiet):
         documents += ends
         characters += len(text)
     if documents > 1:
-        select, first = _select_documents, documents - min(max(1, math.floor(documents * share)), documents - 1)
+        assign, first = _assign_documents, documents - min(max(1, math.floor(documents * share)), documents - 1)
     else:
-        select, first = _select_characters, characters - max(1, math.floor(characters * share))
+        assign, first = _assign_characters, characters - max(1, math.floor(characters * share))
     if first < 1:
         raise ValueError(f"the training text has {characters} characters, too few to hold some out: give a longer text")
-    return {
-        "train": replace(source, cut=partial(select, first=first, after=False)),
-        "test": replace(source, cut=partial(select, first=first, after=True)),
-    }
+    return replace(source, assign=partial(assign, first=first))
 
 
-def _select_documents(pieces: Iterable[Piece], first: int, after: bool) -> Iterator[Piece]:
-    """The documents before the document with index `first`, or from it on."""
+def _assign_all(pieces: Iterable[Piece], split: str) -> Iterator[tuple[str, Piece]]:
+    """All pieces in the same split."""
+    return ((split, piece) for piece in pieces)
+
+
+def _assign_documents(pieces: Iterable[Piece], first: int) -> Iterator[tuple[str, Piece]]:
+    """Documents from the one with index `first` on are the test split."""
     document = 0
     for piece in pieces:
-        if not after and document == first:
-            return
-        if (document >= first) == after:
-            yield piece
+        yield "test" if document >= first else "train", piece
         document += piece.ends
 
 
-def _select_characters(pieces: Iterable[Piece], first: int, after: bool) -> Iterator[Piece]:
-    """The characters of a document before the character with index `first`, or from it on."""
+def _assign_characters(pieces: Iterable[Piece], first: int) -> Iterator[tuple[str, Piece]]:
+    """The characters of a document from the one with index `first` on are the test split."""
     position = 0
     for text, ends in pieces:
         cut = min(max(first - position, 0), len(text))
+        if position < first:
+            yield "train", Piece(text[:cut], position + cut == first)
         position += len(text)
-        if after and (ends or cut < len(text)):
-            yield Piece(text[cut:], ends)
-        elif not after:
-            yield Piece(text[:cut], position >= first)
-            if position >= first:
-                return
+        if cut < len(text) or ends:
+            yield "test", Piece(text[cut:], ends)
 
 
-def _training_texts(pieces: Iterable[Piece]) -> Iterator[str]:
-    """The texts of pieces, up to `TOKENIZER_BYTES` bytes."""
+def _training_texts(pieces: Iterable[tuple[str, Piece]]) -> Iterator[str]:
+    """The texts of the training split, up to `TOKENIZER_BYTES` bytes."""
     remaining = TOKENIZER_BYTES
-    for text, _ in pieces:
+    for split, (text, _) in pieces:
+        if split != "train" or remaining <= 0:
+            return
         yield text
         remaining -= len(text.encode())
-        if remaining <= 0:
-            return
 
 
-def _encode(pieces: Iterable[Piece], tokenizer: HuggingFaceTokenizer, file: Path, split: str) -> TokenCounts:
+def _encode(pieces: Iterable[Piece], tokenizer: HuggingFaceTokenizer, file: Path) -> TokenCounts:
     """Write the tokens of documents to a file, each document with an end-of-text token after it."""
     dtype, hashed = token_dtype(tokenizer.vocab_size), hashlib.sha256()
     tokens = text_bytes = documents = 0
@@ -212,8 +209,6 @@ def _encode(pieces: Iterable[Piece], tokenizer: HuggingFaceTokenizer, file: Path
                 tokens += len(row)
                 text_bytes += len(piece.text.encode())
                 documents += piece.ends
-    if not text_bytes:
-        raise ValueError(f"the {split} split has no text: give files with text in them")
     return TokenCounts(tokens, text_bytes, documents, hashed.hexdigest())
 
 
