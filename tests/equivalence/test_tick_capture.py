@@ -20,6 +20,7 @@ from petra.cudagraph import CudaGraphCapture, TickCapture
 from petra.cudagraph.ring_buffers import make_copies
 from petra.distributed import RankPosition
 from petra.measure import Fidelity
+from petra.optim import Muon
 from petra.trainer.validation import make_graph_capture
 
 pytestmark = pytest.mark.slow
@@ -283,6 +284,16 @@ def test_settings_of_an_optimizer_that_change_are_noticed():
         assert_same(*trainers)
     assert trainers[1].executor.capture._graph_capture.recorded == 3
     assert trainers[1].executor.capture.captured_ticks > 15
+
+
+def test_the_dtype_of_an_optimizer_is_a_setting_too():
+    trainers = pair(optimizer=lambda p: Muon([x for x in p if x.ndim > 1], 0.01))
+    for number, (x, y) in enumerate(data(28)):
+        for group in (g for t in trainers for stage in t.stages for g in stage.optimizer.param_groups):
+            group["dtype"] = torch.float32 if number < 16 else torch.bfloat16
+        step(trainers, x, y)
+        assert_same(*trainers)
+    assert trainers[1].executor.capture._graph_capture.recorded == 2
 
 
 def test_momentum_that_changes_all_the_time_is_not_replayed():

@@ -351,10 +351,18 @@ def test_hidden_matrices():
     [
         (lambda p: Muon(p, -1.0), "lr is -1.0: give 0 or more"),
         (lambda p: Muon(p, momentum=1.0), "momentum is 1.0: give a value from 0 to below 1"),
-        (lambda p: Muon(p, steps=0), "steps is 0: give 1 or more"),
+        (lambda p: Muon(p, steps=0), "steps is 0: give a whole number, 1 or more"),
+        (lambda p: Muon(p, steps=2.5), "steps is 2.5: give a whole number"),
+        (lambda p: Muon(p, dtype=torch.int32), "dtype is torch.int32: give a floating-point dtype"),
         (lambda p: Muon([nn.Parameter(torch.zeros(3))]), r"is \(3,\): put it into a group with"),
         (lambda p: SOAP(p, betas=(0.9, 1.0)), "betas is"),
-        (lambda p: SOAP(p, precondition_frequency=0), "precondition_frequency is 0: give 1 or more"),
+        (lambda p: SOAP(p, betas=(0.9,)), r"betas is \(0.9,\): give two values"),
+        (lambda p: NAdamW(p, betas=0.9), "betas is 0.9: give two values"),
+        (lambda p: NAdamW(p, lr="1"), "lr is '1': give 0 or more"),
+        (lambda p: NAdamW(p, lr=float("nan")), "lr is nan: give 0 or more"),
+        (lambda p: NAdamW(p, lr=torch.tensor(-1.0)), r"lr is tensor\(-1.\): give one number, 0 or more"),
+        (lambda p: NAdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]), "is torch.complex64: give real"),
+        (lambda p: SOAP(p, precondition_frequency=0), "precondition_frequency is 0: give a whole number"),
         (lambda p: NAdamW(p, weight_decay=-0.1), "weight_decay is -0.1"),
         (lambda p: NAdamW(p, eps=-0.1), "eps is -0.1"),
         (lambda p: NAdamW(p, momentum_decay=-0.1), "momentum_decay is -0.1"),
@@ -363,6 +371,41 @@ def test_hidden_matrices():
 def test_settings_that_make_no_sense(make, message):
     with pytest.raises(ValueError, match=message):
         make([nn.Parameter(torch.zeros(2, 2))])
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (Muon, {"params": [nn.Parameter(torch.zeros(3))]}, r"is \(3,\): put it into a group with"),
+        (Muon, {"params": [nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64))]}, "give real parameters"),
+        (SOAP, {"params": [nn.Parameter(torch.zeros(3, 3))], "betas": (0.9,)}, "betas is"),
+        (NAdamW, {"params": iter([nn.Parameter(torch.zeros(3))]), "momentum_decay": "1"}, "momentum_decay is '1'"),
+    ],
+)
+def test_groups_that_are_added_later_are_checked(make, settings, message):
+    optimizer = make([nn.Parameter(torch.zeros(2, 2))])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(settings)
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 3))], "lr": 0.5})
+    assert optimizer.param_groups[1]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_nadamw_goes_on_from_its_state_with_the_same_bits(dtype):
+    parameters = [nn.Parameter(torch.ones(3, 2, dtype=dtype)), nn.Parameter(torch.ones(2, dtype=dtype))]
+    optimizer, data = NAdamW(parameters, 0.01), list(gradients([(3, 2), (2,)], 8, set(), 0))
+    train(optimizer, parameters, data[:4])
+    copies = copy.deepcopy(parameters)
+    resumed = NAdamW(copies, 0.01)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert {state["mu_product"].dtype for state in resumed.state.values()} == {torch.float32}
+    train(optimizer, parameters, data[4:])
+    train(resumed, copies, data[4:])
+    for one, two in zip(parameters, copies, strict=True):
+        assert one.equal(two)
+        for key, value in optimizer.state[one].items():
+            assert value.equal(resumed.state[two][key])
 
 
 def test_sparse_gradients_and_closures():

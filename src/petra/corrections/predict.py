@@ -49,7 +49,7 @@ class WeightPrediction(Correction):
         """Return whether the forwards of a stage are predicted.
 
         Where τ < 1, some micro-batches of an update see the current weights and others those of one update before, and
-        their mean is mostly more stable without a prediction that looks only as far as the delay.
+        predicting by exactly the delay mostly makes their mean less stable.
 
         Args:
             context: The stage.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from petra.pipeline.stage import Stage
@@ -12,7 +13,7 @@ from petra.pipeline.stage import Stage
 _NUMBERS = (bool, int, float, str)
 """Types of module attributes that a forward may read, such as a rate or a temperature."""
 
-_PLAIN = (int, float, str, tuple, type(None))
+_PLAIN = (int, float, str, tuple, torch.dtype, type(None))
 """Types of optimizer settings that are constants in its kernels; its learning rate is in device memory."""
 
 

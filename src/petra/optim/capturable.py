@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -32,6 +34,33 @@ class CapturableOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: Mapping[str, Any]) -> None:
         # PyTorch keeps the counts of steps of such groups on the device when it loads a state.
         super().__init__(params, {**defaults, "capturable": True})
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; the constructor does so too.
+
+        Args:
+            param_group: The parameters as `params`, and settings that differ from the defaults.
+
+        Raises:
+            ValueError: If a setting or a parameter does not fit.
+        """
+        super().add_param_group(param_group)
+        try:
+            self.check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def check_group(self, group: Group) -> None:
+        """Check a new group, all of whose settings are filled in.
+
+        Args:
+            group: The group.
+
+        Raises:
+            ValueError: If a setting or a parameter does not fit.
+        """
+        check_settings(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -72,7 +101,7 @@ class CapturableOptimizer(torch.optim.Optimizer):
     def directions(self, group: Group) -> dict[Tensor, Tensor]:
         """Return the directions in which the next step would move parameters without new gradients.
 
-        A step moves a parameter by the learning rate times its direction, against its sign. Weight decay is left out.
+        A step subtracts lr · direction. Weight decay is left out.
 
         Args:
             group: A group of the optimizer.
@@ -89,7 +118,8 @@ class CapturableOptimizer(torch.optim.Optimizer):
             group: A group of the optimizer.
 
         Returns:
-            The factor per update, and whether the first of these updates is already behind, as with Nesterov momentum.
+            The factor per update, and True if the last step already included one such factor, as Nesterov momentum
+            does.
         """
         return float(group["betas"][0]), False
 
@@ -135,11 +165,30 @@ def require(condition: bool, name: str, value: object, remedy: str) -> None:
         raise ValueError(f"{name} is {value!r}: {remedy}")
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for learning rates, betas, epsilons and weight decays that make no sense."""
-    require(float(settings["lr"]) >= 0, "lr", settings["lr"], "give 0 or more")
-    require(settings["eps"] >= 0, "eps", settings["eps"], "give 0 or more")
-    require(settings["weight_decay"] >= 0, "weight_decay", settings["weight_decay"], "give 0 or more")
-    require(
-        all(0 <= beta < 1 for beta in settings["betas"]), "betas", settings["betas"], "give values from 0 to below 1"
-    )
+def require_number(settings: Mapping[str, Any], name: str, below: float | None = None) -> None:
+    """Raise ValueError unless a setting is a number from 0, and below a limit if there is one."""
+    value = settings[name]
+    fits = isinstance(value, Real) and 0 <= float(value) < (inf if below is None else below)
+    require(fits, name, value, "give 0 or more" if below is None else f"give a value from 0 to below {below:g}")
+
+
+def require_count(settings: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError unless a setting is a whole number from 1."""
+    value = settings[name]
+    require(isinstance(value, Integral) and int(value) >= 1, name, value, "give a whole number, 1 or more")
+
+
+def check_settings(group: Group) -> None:
+    """Raise ValueError for complex parameters, and for settings common to all optimizers that are out of range."""
+    for parameter in group["params"]:
+        require(not parameter.is_complex(), "the dtype of a parameter", parameter.dtype, "give real parameters")
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, Tensor):
+        require(lr.numel() == 1 and not lr.is_complex() and bool(lr >= 0), "lr", lr, "give one number, 0 or more")
+    else:
+        require_number(group, "lr")
+    require_number(group, "eps")
+    require_number(group, "weight_decay")
+    two = isinstance(betas, Sequence) and len(betas) == 2
+    fit = two and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
+    require(fit, "betas", betas, "give two values from 0 to below 1")

@@ -15,10 +15,11 @@ from petra.optim.capturable import (
     Group,
     alike,
     as_matrix,
-    check_settings,
     decay_weights,
     lr_tensor,
     require,
+    require_count,
+    require_number,
 )
 from petra.optim.newton_schulz import orthogonalize
 
@@ -41,7 +42,7 @@ class Muon(CapturableOptimizer):
 
     Args:
         params: The parameters, or groups of them.
-        lr: The learning rate of all groups, which is one for AdamW.
+        lr: The learning rate of all groups, on AdamW's scale.
         momentum: m.
         nesterov: Use Nesterov momentum.
         weight_decay: λ.
@@ -52,7 +53,8 @@ class Muon(CapturableOptimizer):
         dtype: The dtype of the iterations; None for bfloat16 on a GPU and the dtype of the parameters elsewhere.
 
     Raises:
-        ValueError: If a setting is out of range, or a parameter to be orthogonalised has fewer than two dimensions.
+        ValueError: If a setting is out of range, a parameter is complex, or one to be orthogonalised has fewer than two
+            dimensions.
     """
 
     def __init__(
@@ -80,17 +82,21 @@ class Muon(CapturableOptimizer):
             "dtype": dtype,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            check_settings(group)
-            require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "give a value from 0 to below 1")
-            require(group["steps"] >= 1, "steps", group["steps"], "give 1 or more")
-            for parameter in group["params"] if group["orthogonalize"] else ():
-                require(
-                    parameter.ndim > 1,
-                    "the shape of a parameter to orthogonalise",
-                    tuple(parameter.shape),
-                    'put it into a group with "orthogonalize": False',
-                )
+
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        require_number(group, "momentum", below=1)
+        require_count(group, "steps")
+        dtype = group["dtype"]
+        real = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        require(dtype is None or real, "dtype", dtype, "give a floating-point dtype, or None")
+        for parameter in group["params"] if group["orthogonalize"] else ():
+            require(
+                parameter.ndim > 1,
+                "the shape of a parameter to orthogonalise",
+                tuple(parameter.shape),
+                'put it into a group with "orthogonalize": False',
+            )
 
     def update(self, group: Group, parameters: list[Tensor]) -> None:
         if not group["orthogonalize"]:
@@ -112,7 +118,9 @@ class Muon(CapturableOptimizer):
             torch._foreach_add_(same, [x.view_as(p) for x, p in zip(moves, same, strict=True)])
 
     def directions(self, group: Group) -> dict[Tensor, Tensor]:
-        """Return the directions of the next step without new gradients, which would not change that of the momentum.
+        """Return the directions of the next step without new gradients.
+
+        Zero gradients scale the momentum but do not turn it.
 
         Args:
             group: A group of the optimizer.

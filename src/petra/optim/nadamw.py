@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petra.optim.adamw import adam_directions, gradient, new_moments
-from petra.optim.capturable import CapturableOptimizer, Group, alike, check_settings, decay_weights, lr_tensor, require
+from petra.optim.capturable import CapturableOptimizer, Group, alike, decay_weights, lr_tensor, require_number
 
 
 class NAdamW(CapturableOptimizer):
@@ -31,7 +31,7 @@ class NAdamW(CapturableOptimizer):
         momentum_decay: ψ.
 
     Raises:
-        ValueError: If a setting is out of range.
+        ValueError: If a setting is out of range or a parameter is complex.
     """
 
     def __init__(
@@ -51,9 +51,25 @@ class NAdamW(CapturableOptimizer):
             "momentum_decay": momentum_decay,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            check_settings(group)
-            require(group["momentum_decay"] >= 0, "momentum_decay", group["momentum_decay"], "give 0 or more")
+
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        require_number(group, "momentum_decay")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of `NAdamW` or `torch.optim.NAdam`.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
+        super().load_state_dict(state_dict)
+        # PyTorch gives Π the dtype of its parameter, but updates keep it in float32.
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for i, parameter in zip(saved, own, strict=True):
+            if state_dict["state"].get(i):
+                product = state_dict["state"][i]["mu_product"]
+                self.state[parameter]["mu_product"] = product.to(parameter.device, torch.float32, copy=True)
 
     def update(self, group: Group, parameters: list[Tensor]) -> None:
         for parameter in parameters:

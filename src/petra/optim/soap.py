@@ -14,10 +14,9 @@ from petra.optim.capturable import (
     Group,
     alike,
     as_matrix,
-    check_settings,
     decay_weights,
     lr_tensor,
-    require,
+    require_count,
 )
 from petra.optim.eigenbasis import eigenbasis, improve_basis
 
@@ -53,7 +52,7 @@ class SOAP(CapturableOptimizer):
         max_precondition_dim: The size of the largest L and R.
 
     Raises:
-        ValueError: If a setting is out of range.
+        ValueError: If a setting is out of range or a parameter is complex.
     """
 
     def __init__(
@@ -75,10 +74,11 @@ class SOAP(CapturableOptimizer):
             "max_precondition_dim": max_precondition_dim,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            check_settings(group)
-            for name in ("precondition_frequency", "max_precondition_dim"):
-                require(group[name] >= 1, name, group[name], "give 1 or more")
+
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        require_count(group, "precondition_frequency")
+        require_count(group, "max_precondition_dim")
 
     def update(self, group: Group, parameters: list[Tensor]) -> None:
         rotated = [p for p in parameters if _sides(group, p)]

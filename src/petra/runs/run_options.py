@@ -117,7 +117,7 @@ class RunOptions:
         help="learning rate after warm-up",
         group=TRAINING,
         minimum=0,
-        default_text="0.1 · batch size · K / 256; others than sgd 1e-3",
+        default_text="0.1 · batch size · K / 256; 1e-3 except for sgd",
     )
     momentum: float | None = option(
         None,
@@ -141,7 +141,7 @@ class RunOptions:
         help="weight decay of all parameters except norms, biases and other vectors",
         group=TRAINING,
         minimum=0,
-        default_text="5e-4; others than sgd 0.05",
+        default_text="5e-4; 0.05 except for sgd",
     )
     lr_schedule: str = option(
         "steps",
