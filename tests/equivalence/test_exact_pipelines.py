@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy
 from petra.cudagraph import TickCapture
 from petra.measure import Activations
 
+pytestmark = pytest.mark.slow
+
 EXACT = ["gpipe", "1f1b", "interleaved:1", "interleaved:2", "flush:1"]
 
 
@@ -35,7 +37,6 @@ def state_of(trainer):
     return state(trainer.network, [stage.optimizer for stage in trainer.stages])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("stages", [1, 2, 4, 6])
 @pytest.mark.parametrize("schedule", EXACT)
@@ -208,7 +209,6 @@ def test_gpipe_holds_all_micro_batches_of_an_update_in_the_last_stage_only():
     assert large[-1] > 4 * small[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "graphs"),
     [

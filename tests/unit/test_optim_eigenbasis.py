@@ -153,6 +153,7 @@ def test_gradients_that_are_not_finite_give_weights_that_are_not(bad, late):
     assert other.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_small_revnet_is_trained(seed, tmp_path):
     """One whose last stages see images of one pixel."""
