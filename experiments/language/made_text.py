@@ -8,7 +8,7 @@ WORDS = """
 the captain,a sailor,the old woman,his brother,the doctor,a stranger,our neighbour,the king
 saw,followed,remembered,praised,lost,found,painted,feared
 the river,a white house,the long road,an empty boat,the burning lamp,a letter,the harbour,the storm
-in the morning,after dinner,at night,before the war,that winter,without a word,once more,in silence
+in the morning,after dinner,at night,before the war,that winter,after supper,once more,in silence
 """
 WHO, DOES, WHAT, WHEN = (line.split(",") for line in WORDS.split("\n")[1:-1])
 

@@ -96,12 +96,15 @@ def flushed_by_hand(trainer, data, after):
 
 
 @pytest.mark.parametrize("method", ["petra", "petra-stashed", "delayed"])
-@pytest.mark.parametrize("inner", [None, "lock-step"])
-@pytest.mark.parametrize(("every", "until"), [(1, 0), (2, 0), (3, 0), (None, 1), (None, 4), (2, 3)])
+@pytest.mark.parametrize(
+    ("inner", "every", "until"),
+    [
+        *((None, every, until) for every, until in ((1, 0), (2, 0), (3, 0), (None, 1), (None, 4), (2, 3))),
+        *(("lock-step", None, until) for until in (1, 4)),  # flush:N is low-staleness
+    ],
+)
 @pytest.mark.parametrize("k", [1, 3])
 def test_flushes_equal_draining_by_hand(method, inner, every, until, k):
-    if inner is not None and every is not None:
-        pytest.skip("flush:N is low-staleness")
     torch.manual_seed(0)
     network = mixed_network()
     twin = copy.deepcopy(network)
@@ -115,11 +118,17 @@ def test_flushes_equal_draining_by_hand(method, inner, every, until, k):
     assert_same(state_of(trainer), state_of(plain))
 
 
-@pytest.mark.parametrize("options", [{"schedule": "flush:2"}, {"flush_until": 3}, {"schedule": "1f1b"}], ids=str)
-@pytest.mark.parametrize("method", ["petra", "backprop"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("petra", {"schedule": "flush:2"}),
+        ("petra", {"flush_until": 3}),
+        ("petra", {"schedule": "1f1b"}),
+        ("backprop", {"schedule": "1f1b"}),
+    ],
+    ids=str,
+)
 def test_a_flushed_run_resumes_at_every_tick(method, options):
-    if method == "backprop" and options != {"schedule": "1f1b"}:
-        pytest.skip("backprop has exact schedules only")
     torch.manual_seed(0)
     start = mixed_network()
     data = list(batches(14))

@@ -46,7 +46,7 @@ class ConvertedSegment:
         self.layers = tuple(layers)
         """The reversible layers, whose f and g are views on the blocks."""
         self.returns_tuple = returns_tuple
-        """Whether the blocks return tuples."""
+        """True if the blocks return tuples."""
         self.final_norm = final_norm
         """For post-norm blocks: the norm of the last block, which is applied to the output."""
 

@@ -20,7 +20,7 @@ class SegmentReport:
     kind: str
     """The class of the blocks."""
     post_norm: bool
-    """Whether they were post-norm blocks, which became pre-norm blocks."""
+    """True if they were post-norm blocks, which became pre-norm blocks."""
     parameters: int
     """The number of parameters of the segment."""
 

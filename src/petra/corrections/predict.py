@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from petra.corrections.learning_rates import scaled_lr
 from petra.optim import CapturableOptimizer
 
 
-class WeightPrediction(Correction):
+class WeightPrediction(Correction, ABC):
     """Forward with θ - lr·n·v, where v is the direction that the optimizer follows without new gradients.
 
     v is the momentum buffer of SGD, m̂/(√v̂ + ε) of Adam, AdamW and NAdamW, and what `directions` of other optimizers of
@@ -32,6 +33,7 @@ class WeightPrediction(Correction):
                 f"{type(optimizer).__name__}: use one of them, or leave {self.name} out"
             )
 
+    @abstractmethod
     def steps(self, context: StageContext, delay: int, group: dict[str, Any]) -> float:
         """Return the number n of steps along v to look ahead.
 
@@ -43,7 +45,6 @@ class WeightPrediction(Correction):
         Returns:
             The number of steps, which may be a fraction.
         """
-        raise NotImplementedError
 
     def applies(self, context: StageContext) -> bool:
         """Return whether the forwards of a stage are predicted.

@@ -22,7 +22,7 @@ class SteadyStateError(RuntimeError):
 
 
 class TensorLayout(NamedTuple):
-    """What is known of a tensor before there is memory for it."""
+    """Shape, layout, dtype and device of a tensor that has no memory yet."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -57,7 +57,7 @@ class RingBuffer:
 
 @dataclass(frozen=True)
 class QueueChange:
-    """What a captured tick does to a queue. Numbers are relative to `RingQueue.reference` before the tick."""
+    """The change of a queue in a captured tick. Numbers are relative to `RingQueue.reference` before the tick."""
 
     removed: tuple[int, ...]
     added: tuple[int, ...]

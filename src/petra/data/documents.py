@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     text: str
     """The text, which may be empty at the end of a document."""
     ends: bool
-    """Whether the document ends after it."""
+    """True if the document ends after it."""
 
 
 @dataclass(frozen=True)

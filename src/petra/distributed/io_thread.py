@@ -32,7 +32,7 @@ class IOThread:
 
     @property
     def busy(self) -> bool:
-        """Whether some task has not finished yet."""
+        """True if some task has not finished yet."""
         return self._finished[0] < self._submitted
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:

@@ -38,7 +38,7 @@ class RankPosition:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main process, which holds the loss and does what is done once per job."""
+        """True if this is the main process, which holds the loss and does what is done once per job."""
         return self.rank == self.ranks - 1 and self.replica == 0
 
     def __str__(self) -> str:

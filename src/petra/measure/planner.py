@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the placement is the default of the trainer: consecutive stages, in equal numbers."""
+        """True if the placement is the default of the trainer: consecutive stages, in equal numbers."""
         ranks = len(self._ranks)
         return self.placement == [r for r, stages in enumerate(partition(len(self.stages), ranks)) for _ in stages]
 

@@ -85,7 +85,7 @@ class Timeline:
 
     @property
     def full(self) -> bool:
-        """Whether all ticks are recorded. It is the same on all ranks."""
+        """True if all ticks are recorded. It is the same on all ranks."""
         return self._executor.microbatches >= self._first + self._ticks
 
     def _record(self, tick: int, action: Action, asked: float, began: float, ended: float) -> None:

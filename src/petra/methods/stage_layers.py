@@ -96,7 +96,7 @@ class StageLayers:
 
     @property
     def is_additive_layer(self) -> bool:
-        """Whether the stage is a single additive or non-reversible layer."""
+        """True if the stage is a single additive or non-reversible layer."""
         couplings = self.layers[0].couplings() if isinstance(self.layers[0], ReversibleLayer) else ()
         return len(self.layers) == 1 and all(
             type(c) is AdditiveCoupling or isinstance(c, Rearrangement) for c in couplings

@@ -77,7 +77,7 @@ class LanguageHead(nn.Module):
 
     @property
     def narrow_outputs(self) -> bool:
-        """Whether outputs stay in the autocast dtype: the loss multiplies in the dtype of the hidden states."""
+        """True if outputs stay in the autocast dtype: the loss multiplies in the dtype of the hidden states."""
         return self.chunked_loss and self.training
 
     def forward(self, *streams: Tensor) -> Tensor | Streams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from numbers import Integral, Real
@@ -14,7 +15,7 @@ Group = dict[str, Any]
 """A parameter group of an optimizer."""
 
 
-class CapturableOptimizer(torch.optim.Optimizer):
+class CapturableOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer whose update can be captured.
 
     Nothing that the host does in `step` depends on the number of the step. The learning rate of a group is a number,
@@ -86,6 +87,7 @@ class CapturableOptimizer(torch.optim.Optimizer):
             self.refresh()
         return loss
 
+    @abstractmethod
     def update(self, group: Group, parameters: list[Tensor]) -> None:
         """Update parameters of one group with the same dtype and device. Everything in it can be captured.
 
@@ -93,11 +95,11 @@ class CapturableOptimizer(torch.optim.Optimizer):
             group: The group.
             parameters: The parameters; all have a gradient.
         """
-        raise NotImplementedError
 
     def refresh(self) -> None:
         """Do the work that is due after an update and that cannot be captured; by default there is none."""
 
+    @abstractmethod
     def directions(self, group: Group) -> dict[Tensor, Tensor]:
         """Return the directions in which the next step would move parameters without new gradients.
 
@@ -109,7 +111,6 @@ class CapturableOptimizer(torch.optim.Optimizer):
         Returns:
             The directions of the parameters that have been updated before.
         """
-        raise NotImplementedError
 
     def coasting_factor(self, group: Group) -> tuple[float, bool]:
         """Return how fast the directions of a group decay without new gradients.

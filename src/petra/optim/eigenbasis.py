@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SHIFT = 1e-7
-"""What is added to the diagonal of a matrix that could not be decomposed, relative to its largest entry."""
+"""The shift of the diagonal of a matrix that could not be decomposed, relative to its largest entry."""
 
 
 def eigenbasis(matrices: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ class Activity:
     tick: int = 0
     what: str = "setting up"
     waits: bool = False
-    """Whether the process waits for another one."""
+    """True if the process waits for another one."""
     waiting_for: int | None = None
     """The rank that it waits for; None if it waits for all."""
     times: int = 0
     """The number of activities so far."""
     set_up: bool = False
-    """Whether set-up is over and the first action has begun."""
+    """True if set-up is over and the first action has begun."""
 
     def now(self, what: str, tick: int | None = None) -> None:
         """Begin a new activity.

@@ -64,7 +64,7 @@ class Executor:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a micro-batch is in the pipeline, or in a gradient that waits for its update."""
+        """True if a micro-batch is in the pipeline, or in a gradient that waits for its update."""
         return self._fed > 0
 
     @property

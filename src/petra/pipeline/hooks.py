@@ -1,4 +1,4 @@
-"""What can be attached to an executor: observers, clocks, and other ways to run ticks."""
+"""Hooks of an executor: observers, clocks, and other ways to run ticks."""
 
 from __future__ import annotations
 

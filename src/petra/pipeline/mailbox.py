@@ -39,7 +39,7 @@ class Mailbox(ABC):
     held: list[Any] | None = None
     """If set, messages are appended here when they are taken, to keep their memory alive."""
     exchanges: bool = False
-    """Whether some stages are on other ranks."""
+    """True if some stages are on other ranks."""
 
     @abstractmethod
     def read(self, microbatch: int, inputs: Streams, targets: Any, weight: float) -> None:
@@ -157,7 +157,7 @@ class Mailbox(ABC):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """Whether no message waits."""
+        """True if no message waits."""
 
     @abstractmethod
     def state_dict(self, stage: int) -> dict[str, Any]:

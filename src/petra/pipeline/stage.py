@@ -89,7 +89,7 @@ class Stage:
         self.accumulated = 0
         """Backwards since the last update."""
         self.capturing = False
-        """Whether the work is being captured: the host may neither read device values nor change its own state."""
+        """True if the work is being captured: the host may neither read device values nor change its own state."""
         self._output_gradients: dict[int, BackwardMessage] = {}  # of the loss, or predicted
         self._loss_checked = False
         predicted = index > 0 and method.synthesizer(layers) is not None  # so stages below do not wait for a loss
@@ -97,7 +97,7 @@ class Stage:
 
     @property
     def predicts(self) -> bool:
-        """Whether the backward needs no message: gradients come from the loss or from a prediction."""
+        """True if the backward needs no message: gradients come from the loss or from a prediction."""
         return self.last or self.synthesizer is not None
 
     def accepts(self, dtype: torch.dtype | None) -> bool:

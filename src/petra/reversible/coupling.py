@@ -123,7 +123,7 @@ class TwoStreamCoupling(Coupling):
     target: int
     """The index of the stream that changes: 1 or 0."""
     swap: bool = False
-    """Whether the streams change places afterwards."""
+    """True if the streams change places afterwards."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

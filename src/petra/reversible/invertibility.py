@@ -28,7 +28,7 @@ class Invertibility:
     gradient_error: float
     """The largest difference between reversible and plain gradients, relative to the largest gradient."""
     bit_exact: bool
-    """Whether the reconstruction equals the input bit for bit."""
+    """True if the reconstruction equals the input bit for bit."""
     tolerance: float
     """The limit for both errors."""
 

@@ -34,7 +34,7 @@ def reverse_pass(
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _CAUGHT_UP: dict[torch.device, bool] = {}
-"""Whether the GPU had caught up with the host at the end of the last segment; the next segment starts with it."""
+"""True if the GPU had caught up with the host at the end of the last segment; the next segment starts with it."""
 
 
 def _reverse_pass_overlapped(
