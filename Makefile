@@ -18,6 +18,8 @@ setup: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+	# For the tests. Without their dependencies: torchvision asks for the CUDA build of PyTorch that it was made for.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-deps timm torchvision
 	$(BIN)/petra methods > /dev/null
 	touch $@
 

@@ -111,7 +111,11 @@ def selected(given: argparse.Namespace) -> dict[str, list[Trial]]:
 def job(trial: Trial, given: argparse.Namespace, extra: list[str]) -> Job:
     """Return the job of a training, which resumes from its checkpoint if there is one."""
     folder = given.out / trial.name
-    command = [sys.executable, "-m", "petra", *trial.arguments(), "--data", f"tokens:{given.data}"]
+    arguments = trial.arguments()
+    if given.device == "cpu" and "--autocast" in arguments:  # few CPUs have fast bf16
+        where = arguments.index("--autocast")
+        del arguments[where : where + 2]
+    command = [sys.executable, "-m", "petra", *arguments, "--data", f"tokens:{given.data}"]
     command += ["--device", given.device, "--out", str(folder), "--resume", "--quiet"]
     return Job(trial.name, [*command, *extra], folder)
 

@@ -153,6 +153,9 @@ def write(plans: Mapping[str, Sequence[Trial]], known: Known, folder: Path) -> N
         parts.append(
             f"## {plan}\n\n{QUESTIONS[plan]}\n\n{both}{table(groups, trials)}{by_epoch(groups, trials, known)}{note}\n"
         )
+    if known:
+        every = [trial_of(result) for _, result in sorted(known.items())]
+        parts.append(f"## All trainings\n\n{table(groups, every)}{by_epoch(groups, every, known)}\n")
     print("\n" + "\n".join(parts), flush=True)
     if known:
         (folder / TABLES).write_text("\n".join(parts))

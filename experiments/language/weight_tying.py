@@ -1,6 +1,7 @@
 """What it costs that a pipeline cannot tie the weights of embedding and head: a plain training loop with and without.
 
     python experiments/language/weight_tying.py --data books-8k                  # on a GPU
+    python experiments/language/weight_tying.py --data books-1k --divide 4 --device cpu --sequences 32 --seq-len 128
     python experiments/language/weight_tying.py --data tokens --smoke            # tiny, on the CPU; stores nothing
 
 Embedding and head are in different stages, each with its own optimizer and perhaps in another process, so they cannot
@@ -33,8 +34,8 @@ def train(name: str, given: argparse.Namespace, lr: float) -> tuple[int, float]:
     """Train one network; return its number of parameters and its test loss."""
     torch.manual_seed(given.seed)
     data = load_data(f"tokens:{given.data}", seq_len=given.seq_len)
-    width = WIDTHS[name] // (8 if given.smoke else 1)
-    sizes = {"depth": 1, "heads": 1} if given.smoke else {"heads": width // HEAD}
+    width = WIDTHS[name] // given.divide
+    sizes = {"heads": max(1, width // HEAD), **({"depth": 1} if given.smoke else {})}
     network = models.create("gpt-25m", **data.arguments, width=width, **sizes).to(given.device)
     if name != "untied":
         network.head.fc.weight = network.stem.tokens.weight  # type: ignore[union-attr]
@@ -45,7 +46,7 @@ def train(name: str, given: argparse.Namespace, lr: float) -> tuple[int, float]:
     curve = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / warmup, 0.5 * (1 + math.cos(math.pi * max(0, i - warmup) / steps)))
     )
-    bf16 = torch.autocast(torch.device(given.device).type, torch.bfloat16, enabled=not given.smoke)
+    bf16 = torch.autocast(torch.device(given.device).type, torch.bfloat16, enabled=given.device != "cpu")
     for x, y in batches.epoch(0):
         with bf16:
             loss = cross_entropy(network(x), y)
@@ -72,11 +73,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--divide", type=int, default=1, metavar="N", help="divide the widths by N, for a CPU")
     parser.add_argument("--smoke", action="store_true", help="tiny networks on the CPU; nothing is stored")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     given = parser.parse_args(arguments)
     if given.smoke:
-        vars(given).update(device="cpu", lr=[1e-3], sequences=4, seq_len=16)
+        vars(given).update(device="cpu", divide=8, lr=[1e-3], sequences=4, seq_len=16)
     found: dict[str, dict[str, float]] = {}
     rows = []
     for name in WIDTHS:
@@ -87,7 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append([name, f"{found[name]['parameters'] / 1e6:.1f}M", f"{best:.4f}"])
     print(render(["embedding and head", "parameters", "test loss"], rows, left=1))
     if not given.smoke:
-        given.out.write_text(json.dumps({"losses": found, "environment": environment()}, indent=1) + "\n")
+        widths = {name: width // given.divide for name, width in WIDTHS.items()}
+        result = {"widths": widths, "losses": found, "environment": environment()}
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

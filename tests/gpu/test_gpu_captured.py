@@ -88,13 +88,15 @@ def test_other_methods(method):
         {"schedule": "interleaved:2", "accumulate": 10},
         {"method": "petra", "schedule": "flush:2", "accumulate": 12},
         {"method": "petra", "flush_until": 5, "accumulate": 4},
+        {"method": "petra", "flush_until": 8, "accumulate": 1},  # ring buffers grow at the switch
     ],
     ids=str,
 )
 def test_flushed_pipelines(options):
     """Ticks that fill the pipeline, those of the full one and those that flush it are captured."""
     trainers = pair(**{"method": "reversible", **options})
-    for x, y in data(9 * options["accumulate"]):
+    cycle = options["accumulate"] * (2 if options.get("schedule") == "flush:2" else 1)
+    for x, y in data(9 * cycle + (40 if "flush_until" in options else 0)):
         step(trainers, x, y)
     assert_same(*trainers)
     assert trainers[1].executor.capture.ineligible_reason is None

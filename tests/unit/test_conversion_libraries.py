@@ -4,15 +4,10 @@ import warnings
 
 import pytest
 import torch
+from helpers.libraries import library
 from torch import nn
 
 from petra import conversion_report, make_reversible, plain_autograd
-
-
-def library(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip(name, exc_type=ImportError)
 
 
 def randomised(network):

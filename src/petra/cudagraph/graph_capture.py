@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -47,6 +48,25 @@ class GraphCapture(Protocol):
         """Make the following work wait for all branches."""
 
 
+class GraphMemory:
+    """The memory pool that captured graphs share.
+
+    PyTorch gives up a pool when the last graph in it is gone, and then rejects its handle. So the first graph after
+    that gets a new pool.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        """The captured graphs that still exist."""
+        self._pool: Any = None
+
+    def pool(self) -> Any:
+        """Return the pool for the next graph."""
+        if self._pool is None or not self.graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+
 class CudaGraphCapture(GraphCapture):
     """Captures CUDA graphs, with a CUDA stream for each branch.
 
@@ -56,13 +76,13 @@ class CudaGraphCapture(GraphCapture):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = GraphMemory()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._open: list[torch.cuda.Stream] = []
 
     def capture(self, work: Callable[[], None]) -> Launch:
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), self._memory.pool()
         failure: Exception | None = None
         try:
             with (
@@ -70,7 +90,7 @@ class CudaGraphCapture(GraphCapture):
                 torch.cuda.stream(
                     torch.cuda.current_stream(self._device)
                 ),  # to return to, which a failed capture does not restore
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 try:
                     work()
@@ -79,12 +99,13 @@ class CudaGraphCapture(GraphCapture):
                     raise
         except Exception as error:
             self._open.clear()
-            self._reset_after_failure()
+            self._reset_after_failure(pool)
             raise (failure or error) from None  # not the error of the graph about its incomplete capture
+        self._memory.graphs.add(graph)
         graph.replay()
         return graph.replay
 
-    def _reset_after_failure(self) -> None:
+    def _reset_after_failure(self, pool: Any) -> None:
         """Do what PyTorch leaves undone when CUDA ends a capture; otherwise nobody could draw random numbers."""
         device = torch.cuda.current_device() if self._device.index is None else self._device.index
         generator = torch.cuda.default_generators[device]
@@ -93,8 +114,8 @@ class CudaGraphCapture(GraphCapture):
         if not hasattr(torch._C, name):  # before PyTorch 2.8
             name = "_cuda_endAllocateCurrentStreamToPool"
         with suppress(RuntimeError):  # PyTorch has done it
-            getattr(torch._C, name)(device, self._pool)
-            torch._C._cuda_releasePool(device, self._pool)
+            getattr(torch._C, name)(device, pool)
+            torch._C._cuda_releasePool(device, pool)
 
     @contextmanager
     def branch(self, number: int) -> Iterator[None]:
