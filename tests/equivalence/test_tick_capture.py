@@ -17,6 +17,7 @@ from torch import nn
 
 from petra import Network, ReversibleBlock, ReversibleResidual
 from petra.cudagraph import CudaGraphCapture, TickCapture
+from petra.cudagraph.graph_capture import GraphMemory
 from petra.cudagraph.ring_buffers import make_copies
 from petra.distributed import RankPosition
 from petra.measure import Fidelity
@@ -443,8 +444,8 @@ def test_the_pool_of_a_failed_recording_is_left_in_old_and_new_versions_of_pytor
     generator = SimpleNamespace(clone_state=lambda: "cloned", graphsafe_set_state=called.append)
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     graph_capture = object.__new__(CudaGraphCapture)
-    graph_capture._device, graph_capture._pool = torch.device("cuda", 0), (0, 1)
-    graph_capture._reset_after_failure()
+    graph_capture._device = torch.device("cuda", 0)
+    graph_capture._reset_after_failure((0, 1))
     assert called == ["cloned", (name, 0, (0, 1)), ("_cuda_releasePool", 0, (0, 1))]
 
 
@@ -482,7 +483,8 @@ def test_a_failed_recording_leaves_the_stream_that_was_there(monkeypatch):
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", "its own")  # made on a GPU otherwise
     monkeypatch.setattr(CudaGraphCapture, "_reset_after_failure", nothing)
     graph_capture = object.__new__(CudaGraphCapture)
-    graph_capture._device, graph_capture._pool = torch.device("cuda", 0), (0, 1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    graph_capture._device, graph_capture._memory = torch.device("cuda", 0), GraphMemory()
     graph_capture._stream, graph_capture._open = "recording", []
     with pytest.raises(ValueError, match="no"):
         graph_capture.capture(fail)
