@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from numbers import Real
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from petra.pipeline.stage import Loss, OptimizerFactory
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import SequentialSchedule
 from petra.trainer import state as states
+from petra.trainer.early_stopping import EarlyStopping
 from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
 from petra.trainer.schedules import choose_schedule
 from petra.trainer.validation import (
@@ -49,6 +51,10 @@ from petra.trainer.validation import (
     make_stage_corrections,
     place_stages,
 )
+
+if TYPE_CHECKING:
+    from petra.trainer.callbacks import Callback
+    from petra.trainer.fit import FitResult
 
 
 class Trainer:
@@ -139,7 +145,7 @@ class Trainer:
         self.network = network
         self.loss = loss
         graph_capture = make_graph_capture(self.device, position, cuda_graph)
-        self.layout = {
+        self.layout: dict[str, Any] = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
             "accumulate": accumulate,
@@ -217,6 +223,28 @@ class Trainer:
         """Why ticks are not captured as CUDA graphs; None where they are, or where there is no GPU."""
         return None if self.executor.capture is None else self.executor.capture.ineligible_reason
 
+    @property
+    def updates(self) -> dict[int, int]:
+        """The number of updates of each stage of this process."""
+        return {stage.index: stage.updates for stage in self.stages}
+
+    @property
+    def staleness(self) -> list[int]:
+        """The number of micro-batches between forward and backward of each stage, in a full pipeline."""
+        return list(self.layout["in_flight"])
+
+    def learning_rates(self) -> dict[int, list[float]]:
+        """Return the current learning rates.
+
+        Returns:
+            For each stage of this process, the learning rate of every parameter group; nothing for a frozen stage.
+        """
+        return {
+            stage.index: [float(group["lr"]) for group in stage.optimizer.param_groups]
+            for stage in self.stages
+            if stage.optimizer is not None
+        }
+
     def step(self, inputs: Tensor | Streams, targets: Any, weight: float = 1.0) -> list[MicrobatchResult]:
         """Run one tick: read one micro-batch, and let every stage process its current micro-batch.
 
@@ -249,6 +277,74 @@ class Trainer:
             The micro-batches that reached the loss.
         """
         return self.executor.drain()
+
+    def fit(
+        self,
+        train: Any,
+        test: Any = None,
+        *,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        eval_every: int | None = None,
+        log_every: int | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_epochs: int = 1,
+        out: str | Path | None = None,
+        resume: bool = False,
+        early_stopping: EarlyStopping | int | None = None,
+        monitor: str | None = None,
+        callbacks: Sequence[Callback] = (),
+        quiet: bool = False,
+    ) -> FitResult:
+        """Train to the end: read the data, evaluate, log, save, and drain the pipeline.
+
+        One *step* is one update of every stage: `accumulate` micro-batches. With a transport, every rank calls this
+        with the same arguments and the same data; with replicas, each gives its own share of every micro-batch.
+
+        Args:
+            train: The training data: any iterable of (inputs, targets) that can be iterated over many times, such as
+                a `DataLoader`; or a source of batches with `epoch(epoch, start)`. A shuffling loader has an order that
+                depends on the trainer's seed and the epoch.
+            test: The data of evaluations, in the same form; None evaluates nothing.
+            epochs: The number of passes over the training data.
+            max_steps: The number of steps. What is reached first, `epochs` or this, ends the training.
+            eval_every: The steps between evaluations; by default, every epoch is evaluated. So is the end.
+            log_every: The steps between records of training loss and speed, besides those of evaluations.
+            checkpoint_every: The steps between checkpoints within an epoch; None for none.
+            checkpoint_epochs: The epochs between checkpoints.
+            out: A folder for `metrics.jsonl`, `checkpoint/`, `best.safetensors` (of the best evaluation),
+                `weights.safetensors` (of the end) and `summary.json`; None writes nothing.
+            resume: Continue from the last checkpoint in `out`, if there is one. The result is that of an uninterrupted
+                training, bit for bit.
+            early_stopping: End when the test accuracy stops improving; a number is the patience in evaluations.
+            monitor: The metric that decides which weights are the best: `"accuracy"` or `"loss"`. By default, the test
+                accuracy where it is known, else the loss.
+            callbacks: Objects of `petra.Callback`, called at the events of the training.
+            quiet: Print no progress.
+
+        Returns:
+            The losses and accuracies; the trained weights are in the network.
+
+        Raises:
+            ValueError: If an argument is invalid, or the checkpoint does not fit.
+            NonFiniteLoss: If a loss is NaN or infinite.
+        """
+        from petra.trainer.fit import fit  # it imports this module
+        from petra.trainer.loop import LoopSettings
+
+        stopping = EarlyStopping(early_stopping) if isinstance(early_stopping, int) else early_stopping
+        settings = LoopSettings(
+            epochs=epochs,
+            max_steps=max_steps,
+            eval_every=eval_every,
+            log_every=log_every,
+            checkpoint_every=(checkpoint_every or 0) * int(self.layout["accumulate"]),
+            checkpoint_epochs=checkpoint_epochs,
+            patience=None if stopping is None else stopping.patience,
+            min_delta=0.0 if stopping is None else stopping.min_delta,
+            monitor=monitor,
+        )
+        return fit(self, train, test, settings, out=out, resume=resume, callbacks=callbacks, quiet=quiet)
 
     def predict(self, inputs: Tensor | Streams) -> Any:
         """Compute outputs in evaluation mode with the current weights; nothing in flight changes.
