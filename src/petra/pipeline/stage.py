@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from petra.corrections import PeakLearningRates, StageCorrections, scaled_learning_rates
 from petra.methods import BackwardMessage, Method, SavedState, StageLayers, Synthesizer
-from petra.optim import CapturableOptimizer
+from petra.optim import CapturableOptimizer, optimizers_of
 from petra.pipeline.accumulation import accumulate, set_zero_gradients
 from petra.pipeline.results import MicrobatchResult, check_finite, check_loss
 from petra.pipeline.weight_stash import WeightStash
@@ -25,9 +25,6 @@ from petra.schedule import Action, Kind
 
 Loss = Callable[[Any, Any], Tensor]
 """A function of outputs and targets."""
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Creates the optimizer of a stage from the parameters that are trained there."""
 
 
 class Stage:
@@ -70,8 +67,9 @@ class Stage:
         self.layers = layers
         self.method = method
         self.optimizer = optimizer
-        if isinstance(optimizer, CapturableOptimizer):
-            optimizer.refreshes_itself = False  # `finish_update` does it, outside of captured graphs
+        for one in optimizers_of(optimizer):
+            if isinstance(one, CapturableOptimizer):
+                one.refreshes_itself = False  # `finish_update` does it, outside of captured graphs
         self.scheduler = scheduler
         self.loss = loss
         self.clip_norm = clip_norm
@@ -246,8 +244,9 @@ class Stage:
 
     def finish_update(self) -> None:
         """Do what follows an update and is never captured: refresh the optimizer, and step the scheduler."""
-        if isinstance(self.optimizer, CapturableOptimizer):
-            self.optimizer.refresh()
+        for optimizer in optimizers_of(self.optimizer):
+            if isinstance(optimizer, CapturableOptimizer):
+                optimizer.refresh()
         self.step_scheduler()
 
     def step_scheduler(self) -> None:

@@ -42,8 +42,8 @@ class LoaderSource:
 
     Its random numbers, from `torch`, `random` and NumPy, are those of (seed, epoch): a `DataLoader` with
     `shuffle=True` has the same order in every training with the same seed, and the training leaves the generators of
-    the program alone. A generator that the loader was given keeps its own numbers, and its state is saved. A resumed epoch
-    reads the batches before its start again and drops them, unless the iterable has a `state_dict`, as a
+    the program alone. A generator that the loader was given keeps its own numbers, and its state is saved. A resumed
+    epoch reads the batches before its start again and drops them, unless the iterable has a `state_dict`, as a
     `StatefulDataLoader` has.
 
     Args:

@@ -28,7 +28,8 @@ from petra.pipeline import (
     StageBuilder,
     partition,
 )
-from petra.pipeline.stage import Loss, OptimizerFactory
+from petra.pipeline.optimizer_factory import OptimizerFactory
+from petra.pipeline.stage import Loss
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import SequentialSchedule
 from petra.trainer import state as states
@@ -68,7 +69,9 @@ class Trainer:
         network: The layers, as `nn.Sequential` or `petra.Network`. It is trained in place; its modules keep the modes
             (`train()` or `eval()`) that they are in.
         loss: A function of outputs and targets that returns one number.
-        optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen.
+        optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen. It may return a
+            list of optimizers. A function with an argument `named_parameters` gets pairs of name and parameter; one
+            with two required arguments gets the parameters and their names.
         method: The name of a training method (`petra methods` lists them), or a `petra.Method`.
         stages: The number of stages, or the number of layers of each.
         scheduler: Creates a learning-rate scheduler for an optimizer. It is stepped after every update of the stage.
@@ -179,7 +182,7 @@ class Trainer:
             self.method,
             Settings(self.device, seed, autocast, position.replica),
             loss=loss,
-            optimizer=partial(make_optimizer, optimizer),
+            optimizer=partial(make_optimizer, optimizer, lambda: {p: n for n, p in network.named_parameters()}),
             scheduler=partial(make_scheduler, scheduler),
             corrections=partial(make_stage_corrections, self.corrections, self.schedule),
             clip_norm=clip_norm,
