@@ -216,6 +216,13 @@ class Stage:
 
         Gradients stay readable until the next backward, as the optimizer leaves them.
         """
+        self.prepare_update()
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.apply_update()
+
+    def prepare_update(self) -> None:
+        """Compute the mean of the gradients since the last update, over all replicas, before it is clipped."""
         if self.accumulated == 0:  # zero features (Features Replay, Section 3.2) have a gradient of zero
             set_zero_gradients(self.parameters, self.layers.modules())
             if self.corrections is not None:
@@ -229,8 +236,9 @@ class Stage:
             self._average_over_replicas()
         if self.corrections is not None:
             self.corrections.change_gradients()
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+
+    def apply_update(self) -> None:
+        """Update the weights with the gradients."""
         if self.stash is not None:
             self.stash.before_update()
         if self.corrections is not None:

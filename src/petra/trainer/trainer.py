@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from petra.distributed import RankMailbox, SingleProcess, Transport
 from petra.methods import Method, Settings
 from petra.pipeline import (
     Executor,
+    GlobalClipping,
     LocalMailbox,
     MessageFormat,
     MicrobatchResult,
@@ -39,6 +39,7 @@ from petra.trainer.schedules import choose_schedule
 from petra.trainer.validation import (
     SchedulerFactory,
     check_batch,
+    check_clip,
     check_device,
     check_float32,
     check_frozen,
@@ -82,7 +83,10 @@ class Trainer:
             every 4 updates), or the number of micro-batches in flight of each stage.
         flush_until: For asynchronous schedules, a synchronous start: the pipeline is flushed after each of this many
             first updates, so that their gradients are exact.
-        clip_norm: The largest norm of the gradient of each stage; None does not clip.
+        clip_norm: The largest norm of the gradient; None does not clip.
+        clip: Which norm `clip_norm` limits. `"stage"`: that of each stage. `"global"`: that of the whole network. With
+            exact gradients, this is what `torch.nn.utils.clip_grad_norm_` does. In an asynchronous pipeline, a stage
+            combines its own norm with those of the other stages' updates J or more ticks ago, for J stages.
         autocast: The dtype of residual functions, and of the sums in blocks of ResNets; other streams stay in float32.
         seed: Decides dropout masks, which depend on the layer and the micro-batch but not on the cut.
         device: The device; by default, that of the network.
@@ -122,6 +126,7 @@ class Trainer:
         schedule: str | Sequence[int] | None = None,
         flush_until: int | None = None,
         clip_norm: float | None = None,
+        clip: str = "stage",
         autocast: torch.dtype | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -132,8 +137,7 @@ class Trainer:
         cuda_graph: bool | None = None,
     ) -> None:
         check_network(network)
-        if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
-            raise ValueError(f"clip_norm is {clip_norm!r}: give a positive norm, or None for no clipping")
+        check_clip(clip, clip_norm)
         self.device = torch.device(device) if device is not None else device_of(network)
         check_kinds(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "comm_dtype": comm_dtype})
         check_device(self.device)
@@ -185,7 +189,7 @@ class Trainer:
             optimizer=partial(make_optimizer, optimizer, lambda: {p: n for n, p in network.named_parameters()}),
             scheduler=partial(make_scheduler, scheduler),
             corrections=partial(make_stage_corrections, self.corrections, self.schedule),
-            clip_norm=clip_norm,
+            clip_norm=clip_norm if clip == "stage" else None,
             average=transport.average if position.replicas > 1 else None,
         )
         built: list[Stage] = []
@@ -205,6 +209,11 @@ class Trainer:
         self.executor.activity = transport.activity
         if graph_capture is not None:
             self.executor.capture = TickCapture(self.executor, graph_capture)
+        if clip == "global" and clip_norm is not None:
+            exchange = transport if position.ranks > 1 else None
+            self.executor.clipping = GlobalClipping(clip_norm, len(cuts), self.schedule.exact, exchange)
+            if self.executor.capture is not None:
+                self.executor.capture.ineligible_reason = "gradients are clipped by the norm over all stages"
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         self._frozen = [p for stage in built for p in stage.parameters if not p.requires_grad]
         names_of_layers = list(network._modules)  # named_children would leave a layer out that comes twice

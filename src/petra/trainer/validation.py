@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -76,6 +76,16 @@ def check_kinds(
     for name, dtype in dtypes.items():
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"{name} is {dtype!r}: give a dtype like torch.bfloat16, or None for float32")
+
+
+def check_clip(clip: object, clip_norm: object) -> None:
+    """Raise ValueError for clipping that is not possible."""
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
+        raise ValueError(f"clip_norm is {clip_norm!r}: give a positive norm, or None for no clipping")
+    if clip not in ("stage", "global"):
+        raise ValueError(f"clip is {clip!r}: give 'stage' or 'global'")
+    if clip == "global" and clip_norm is None:
+        raise ValueError("clip is 'global', but there is no clip_norm: give the largest norm, such as 1.0")
 
 
 def check_device(device: torch.device) -> None:
