@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from petra.runs import load
     from petra.schedule import Deadlock, ScheduleError
-    from petra.trainer import Evaluation, Trainer
+    from petra.trainer import Callback, EarlyStopping, Evaluation, FitResult, Trainer
 
 __version__ = "0.1.0"
 
@@ -38,10 +38,13 @@ __all__ = [
     "METHODS",
     "AdditiveCoupling",
     "AffineCoupling",
+    "Callback",
     "ConversionReport",
     "Deadlock",
     "Diverged",
+    "EarlyStopping",
     "Evaluation",
+    "FitResult",
     "FixedPointCoupling",
     "InjectiveStem",
     "Invertibility",
@@ -76,7 +79,7 @@ _PACKAGES = {
     "pipeline": ("Diverged", "MicrobatchResult", "NonFiniteLoss"),
     "runs": ("load",),
     "schedule": ("Deadlock", "ScheduleError"),
-    "trainer": ("Evaluation", "Trainer"),
+    "trainer": ("Callback", "EarlyStopping", "Evaluation", "FitResult", "Trainer"),
 }
 """The packages that define the names above; the others are in `petra.reversible`."""
 

@@ -22,9 +22,9 @@ from petra import models
 from petra.cli.main import main
 from petra.cli.options import set_up_device
 from petra.cli.parser import COMMANDS
-from petra.runs import checkpoint
 from petra.runs.run import Run
 from petra.runs.run_folder import FolderLock
+from petra.trainer import checkpoint
 from petra.trainer.trainer import weights_hash
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,8 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_what_it_promises(finished):
     assert sorted(p.name for p in finished.iterdir()) == [
-        *("checkpoint", "config.json", "metrics.jsonl", "network.json", "summary.json", "weights.safetensors")
+        *("best.safetensors", "checkpoint", "config.json", "metrics.jsonl", "network.json", "summary.json"),
+        "weights.safetensors",
     ]
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["stages"] == [1, 1, 1, 1]

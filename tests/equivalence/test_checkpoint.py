@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from petra import METHODS, Network, ReversibleBlock, Trainer
 from petra.distributed import SingleProcess
-from petra.runs import checkpoint
+from petra.trainer import checkpoint
 
 pytestmark = pytest.mark.slow
 

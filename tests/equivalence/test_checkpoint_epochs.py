@@ -1,12 +1,14 @@
 """Checkpoints after every N-th epoch: fewer are written, and a run that dies goes on from the last one."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from petra.runs.config import RunConfig
-from petra.runs.metrics import MetricsLog
 from petra.runs.run import Run
+from petra.trainer.loggers import TensorBoardLogger
+from petra.trainer.metrics import MetricsLog
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +64,7 @@ def test_metrics_that_are_lost_leave_no_gap(tmp_path):
     file = tmp_path / "metrics.jsonl"
     for keep, kept in ((0, [1]), (1000, [1, 2])):  # as much as the checkpoint knows of, more than is there
         log = MetricsLog(file, keep)
-        log.write(kept[-1], {"epoch": kept[-1]})
+        log.write({"step": kept[-1], "epoch": kept[-1]})
         log.close()
         assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == kept
 
@@ -75,8 +77,9 @@ def test_none_at_all_is_refused():
 def test_a_board_shows_what_a_checkpoint_has_and_nothing_that_came_after_it(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
     for begun, steps in ((0, [5, 7]), (5, [8])):
-        log = MetricsLog(tmp_path / "metrics.jsonl", 0, tmp_path / "board", begun)
+        logger, loop = TensorBoardLogger(tmp_path / "board"), SimpleNamespace(is_main=True, step=begun)
+        logger.on_start(loop)
         for step in steps:
-            log.write(step, {"lr": 0.1})
-        log.close()
+            logger.on_log(loop, {"step": step, "lr": 0.1})
+        logger.on_end(loop)
     assert [found.step for found in accumulator(str(tmp_path / "board")).Reload().Scalars("lr")] == [5, 8]

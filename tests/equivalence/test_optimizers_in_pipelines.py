@@ -21,9 +21,9 @@ from petra.measure import MemoryEstimator
 from petra.methods import find
 from petra.optim import SOAP, Muon, NAdamW, hidden_matrices, muon_groups
 from petra.pipeline import partition
-from petra.runs import checkpoint
 from petra.runs.run import Run
 from petra.schedule import low_staleness
+from petra.trainer import checkpoint
 
 pytestmark = pytest.mark.slow
 

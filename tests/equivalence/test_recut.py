@@ -17,9 +17,9 @@ from torch import nn
 from petra import Trainer
 from petra.distributed import SingleProcess, run_together
 from petra.pipeline import Diverged
-from petra.runs import checkpoint
-from petra.runs.checkpoint import Checkpoints
 from petra.schedule import Kind
+from petra.trainer import checkpoint
+from petra.trainer.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -400,7 +400,7 @@ def test_the_time_of_checkpoints_is_not_that_of_training(tmp_path, monkeypatch):
         now[0] += seconds
         return found
 
-    monkeypatch.setattr("petra.runs.run_progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("petra.trainer.progress.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(run, "_tick", lambda x, y, weight: takes(1.0, []))
     monkeypatch.setattr(run, "_save", lambda: takes(100.0, None))
     run._epoch(threading.Event())

@@ -22,9 +22,9 @@ from torch import Tensor
 from petra.distributed import ProcessTransport
 from petra.distributed.job import restart_count
 from petra.pipeline import Stage
-from petra.runs import checkpoint
 from petra.runs.run import Run
 from petra.schedule import Action
+from petra.trainer import checkpoint
 from petra.trainer.trainer import Trainer
 
 KINDS = ("kill", "hang", "stop", "corrupt", "full-disk")

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from petra import Network, ReversibleResidual, models, plain_autograd
 from petra.models.registry import LISTING
-from petra.runs.checkpoint import export_weights
+from petra.trainer.checkpoint import export_weights
 
 SIZES = {  # ImageNet, 1000 classes; Table 2 gives 11.7M, 21.8M, 25.6M; 12.2M, 22.3M, 30.4M
     "resnet18": (11_694_312, 10),

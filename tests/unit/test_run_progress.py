@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petra.pipeline import MicrobatchResult
-from petra.runs import progress_bar as progress
-from petra.runs.progress_bar import ProgressBar
-from petra.runs.run_progress import RunProgress, ThroughputTimer
+from petra.trainer import progress_bar as progress
 from petra.trainer.loss import count_correct
+from petra.trainer.progress import RunProgress, ThroughputTimer
+from petra.trainer.progress_bar import ProgressBar
 
 
 def finished(loss, size=3, weight=1.0):
@@ -34,7 +34,7 @@ def test_sums_are_those_of_numbers_added_one_by_one(batches, reads_after):
             assert (progress.loss, progress.correct) == (loss, correct)
     progress.read()
     assert (progress.loss, progress.correct, progress.samples) == (loss, correct, 5 + sum(n for _, n in batches))
-    assert all(isinstance(value, int | float | list) for value in asdict(progress).values())
+    assert all(value is None or isinstance(value, int | float | list) for value in asdict(progress).values())
 
 
 def test_counting_does_not_make_the_host_wait():
@@ -48,14 +48,14 @@ def test_counting_does_not_make_the_host_wait():
     assert progress.loss == 3 * 3 * 1.5
 
 
-def test_an_epoch_begins_with_nothing_and_stand_ins_do_not_count():
+def test_sums_begin_with_nothing_and_stand_ins_do_not_count():
     progress = RunProgress(batch=7)
     progress.count([finished(1.0), finished(9.0, weight=0.0)])
     progress.read()
     assert (progress.loss, progress.samples) == (3.0, 3)
-    progress.start_epoch()
+    progress.reset_sums()
     progress.read()
-    assert (progress.batch, progress.loss, progress.correct, progress.samples) == (0, 0.0, 0, 0)
+    assert (progress.batch, progress.loss, progress.correct, progress.samples) == (7, 0.0, 0, 0)
     progress.count([finished(2.0)])
     progress.read()
     assert progress.loss == 6.0
@@ -83,14 +83,14 @@ def test_an_unknown_accuracy_is_not_shown(monkeypatch, capsys):
     shown.start(0, 0)
     shown.step(lambda: (6.0, -1, 4, 99.0))
     assert shown._bar.postfix == "loss 1.500, 99 samples/s"
-    record = {"epoch": 1, "train_loss": 1.5, "train_accuracy": None, "test_accuracy": 0.5, "test_loss": 2.0}
+    record = {"epoch": 1, "step": 9, "train_loss": 1.5, "train_accuracy": None, "test_accuracy": 0.5, "test_loss": 2.0}
     shown.end(record | {"samples_per_second": 99.0})
     assert "petra epoch 1/1: loss 1.500, test 50.0% (loss 2.000)" in capsys.readouterr().err
 
 
 def test_time_is_added_lap_by_lap_and_not_while_the_watch_stands(monkeypatch):
     now = [10.0]
-    monkeypatch.setattr("petra.runs.run_progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("petra.trainer.progress.time.perf_counter", lambda: now[0])
     progress = RunProgress(seconds=1.0, trained=90)
     watch = ThroughputTimer(progress, torch.device("cpu"))
     watch.start()
@@ -109,7 +109,7 @@ def test_time_is_added_lap_by_lap_and_not_while_the_watch_stands(monkeypatch):
 
 def test_a_bar_looks_at_figures_twice_a_second(monkeypatch):
     now, looks = [0.0], []
-    monkeypatch.setattr("petra.runs.progress_bar.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("petra.trainer.progress_bar.time.monotonic", lambda: now[0])
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     shown = ProgressBar("petra", 1, 40)
     shown.start(0, 0)

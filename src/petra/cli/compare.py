@@ -15,13 +15,13 @@ from petra.cli.plot import read_curves
 from petra.formatting import mebibytes, render
 from petra.measure.run_figure import check_plots, draw_runs
 from petra.pipeline import Diverged
-from petra.runs import checkpoint
 from petra.runs.config import RunConfig
 from petra.runs.option_fields import option
 from petra.runs.run import Run
 from petra.runs.run_folder import CHECKPOINTS, CONFIG, check_no_run, check_not_file
 from petra.runs.run_options import TRAINING
 from petra.runs.weight_files import check_weights
+from petra.trainer import checkpoint
 from petra.trainer.schedules import accepts
 
 DIVERGED = "diverged"

@@ -16,12 +16,12 @@ from petra.formatting import counted
 from petra.measure import Fidelity, Measurement
 from petra.measure.gradient_similarity import summarise, table
 from petra.measure.similarity_figure import draw
-from petra.runs import checkpoint
 from petra.runs.option_fields import check_values, option
 from petra.runs.run import Run
 from petra.runs.run_folder import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, SUMMARY, check_no_run
 from petra.runs.run_options import TRAINING
 from petra.runs.weight_files import check_weights
+from petra.trainer import checkpoint
 
 EVERY = 50
 """The default number of updates between two measurements."""

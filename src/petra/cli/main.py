@@ -48,7 +48,7 @@ def _fail_while_running(error: BaseException) -> int:
     # Imported here, because these modules import PyTorch.
     from petra.distributed.job import JobFailed, ReportedElsewhere
     from petra.pipeline import Diverged
-    from petra.runs.interrupts import Interrupted
+    from petra.trainer.interrupts import Interrupted
 
     if isinstance(error, ReportedElsewhere):
         return _leave(error.code)

@@ -16,11 +16,10 @@ from petra.cli.plan_config import InputOptions, PlanConfig
 from petra.formatting import mebibytes, render
 from petra.measure import Activations, environment
 from petra.measure.memory_figure import draw_memory
-from petra.runs import checkpoint
 from petra.runs.option_fields import check_values, like, option, options_of
 from petra.runs.run_folder import check_not_file
 from petra.runs.run_options import TRAINING, RunOptions
-from petra.trainer import Trainer
+from petra.trainer import Trainer, checkpoint
 from petra.trainer.loss import cross_entropy
 from petra.trainer.schedules import accepts
 

@@ -30,6 +30,7 @@ from petra.runs.option_fields import (
 from petra.runs.recipes import RECIPES
 from petra.runs.run_options import CHECKPOINTS, MODEL, PROCESSES, TRAINING
 from petra.schedule import find_schedule
+from petra.trainer.loggers import TensorBoardLogger
 from petra.trainer.schedules import accepts
 
 __all__ = [
@@ -295,4 +296,5 @@ def reject_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
 
 def reporting(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a `Run` that do not decide its result."""
-    return {"tensorboard": options.tensorboard, "quiet": options.quiet, "cuda_graph": options.cuda_graph}
+    callbacks = [TensorBoardLogger()] if options.tensorboard else []
+    return {"callbacks": callbacks, "quiet": options.quiet, "cuda_graph": options.cuda_graph}

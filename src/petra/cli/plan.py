@@ -16,10 +16,10 @@ from petra.cli.plan_benchmark import basic_method, spawn_ranks
 from petra.cli.plan_config import InputOptions, PlanConfig
 from petra.formatting import mebibytes, render
 from petra.measure import Plan, environment
-from petra.runs import checkpoint
 from petra.runs.option_fields import check_values, like, option, options_of, spell
 from petra.runs.run_folder import check_not_folder
 from petra.runs.run_options import TRAINING, RunOptions
+from petra.trainer import checkpoint
 
 _CHECK = "check"
 

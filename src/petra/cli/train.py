@@ -23,12 +23,12 @@ from petra.distributed.job import ReportedElsewhere, join, world_size
 from petra.distributed.launch import launch_ranks
 from petra.formatting import counted, mebibytes
 from petra.runs.config import MAY_CHANGE, RunConfig
-from petra.runs.interrupts import Interrupted
 from petra.runs.option_fields import check_values, option, whole_numbers
 from petra.runs.run import Run
 from petra.runs.run_folder import CONFIG, check_no_run, started_by_this_job
 from petra.runs.run_options import PROCESSES
 from petra.runs.weight_files import check_weights
+from petra.trainer.interrupts import Interrupted
 
 
 @dataclass(kw_only=True)

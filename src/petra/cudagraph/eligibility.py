@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from petra.optim import CapturableOptimizer
+from petra.optim import CapturableOptimizer, optimizers_of
 from petra.pipeline.stage import Stage
 from petra.schedule import FlushEverySchedule, PipelineSchedule
 
@@ -27,12 +27,12 @@ def _of_stage(stage: Stage) -> str | None:
         return f"{stage.method.name} keeps autograd graphs from one tick to the next"
     if stage.average is not None:
         return "replicas average their gradients"
-    if isinstance(stage.optimizer, CapturableOptimizer):
-        return None
-    for group in groups_of(stage):
-        if not group.get("fused"):
+    for optimizer in optimizers_of(stage.optimizer):
+        if isinstance(optimizer, CapturableOptimizer):
+            continue
+        if not all(group.get("fused") for group in optimizer.param_groups):
             return (
-                f"{type(stage.optimizer).__name__} is neither fused nor a CapturableOptimizer of petra.optim, so its "
+                f"{type(optimizer).__name__} is neither fused nor a CapturableOptimizer of petra.optim, so its "
                 "learning rate would be constant in the graph"
             )
     return None

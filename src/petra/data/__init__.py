@@ -1,7 +1,8 @@
 """Data sets, and batches that depend on nothing but seed, epoch and index.
 
 Start with `sources.py`: `load_data` turns a name or a path into a data set. `dataset.py` defines the interface that all
-data sets share, and `batches.py` makes batches from it on the device. The other files, by kind of data:
+data sets share, and `batches.py` makes batches from it on the device. `batch_source.py` defines the interface of
+everything that training can read batches from. The other files, by kind of data:
 
 - Images: `images.py` is the data set, and `image_split.py` augments and normalises batches. `builtin.py`, `cifar.py`
   (with `safe_pickle.py`), `image_folder.py` and `parquet_images.py` read them; `image_decoding.py` decodes PNG, JPEG
@@ -15,6 +16,13 @@ data sets share, and `batches.py` makes batches from it on the device. The other
 `parquet_files.py` has what the readers of parquet files share.
 """
 
+from petra.data.batch_source import (
+    BatchSource,
+    ResumableBatchSource,
+    batch_count,
+    batch_samples,
+    batch_weight,
+)
 from petra.data.batches import Batches
 from petra.data.bits_per_byte import bits_per_byte
 from petra.data.dataset import Data, Split, fingerprint
@@ -28,10 +36,12 @@ from petra.data.tokenizer import HuggingFaceTokenizer
 from petra.data.vocabulary import Vocabulary
 
 __all__ = [
+    "BatchSource",
     "Batches",
     "Data",
     "HuggingFaceTokenizer",
     "ImageData",
+    "ResumableBatchSource",
     "SentenceData",
     "Split",
     "TextData",
@@ -39,6 +49,9 @@ __all__ = [
     "TokenData",
     "TokenInfo",
     "Vocabulary",
+    "batch_count",
+    "batch_samples",
+    "batch_weight",
     "bits_per_byte",
     "fingerprint",
     "load_data",

@@ -279,6 +279,19 @@ class ProcessTransport(Transport):
             work.wait()
         return bool(combined)
 
+    def maximum_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        combined = torch.tensor(values, dtype=torch.float64)
+        with self.activity.waiting(None), self._connected(None, "receive from"):
+            work = dist.all_reduce(combined, dist.ReduceOp.MAX, group=self._flags_group, async_op=True)
+        assert work is not None
+
+        def finish() -> list[float]:
+            with self.activity.waiting(None), self._connected(None, "receive from"):
+                work.wait()
+            return combined.tolist()
+
+        return finish
+
     @contextmanager
     def _connected(self, other: int | None, verb: str) -> Iterator[None]:
         try:

@@ -139,6 +139,44 @@ class Transport(ABC):
         """
         return any(self.gather(flag))
 
+    def maximum_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Start to find the largest of the values of all processes. All processes call it in the same tick.
+
+        Args:
+            values: The values of this process.
+
+        Returns:
+            A function that waits, and returns the maximum of each of the values.
+        """
+        result = [max(column) for column in zip(*self.gather(list(values)), strict=True)]
+        return lambda: result
+
+    def gather_norms(self, norms: dict[int, Any]) -> dict[int, Any]:
+        """Return the squared gradient norms of all stages; for `petra.pipeline.GlobalClipping`.
+
+        Args:
+            norms: Those of the stages of this process.
+
+        Returns:
+            Those of all stages of this replica.
+        """
+        gathered = self.gather({str(stage): float(norm) for stage, norm in norms.items()})
+        own = [
+            found for found, at in zip(gathered, self.positions(), strict=True) if self.position.replica == at.replica
+        ]
+        return {int(stage): norm for found in own for stage, norm in found.items()}
+
+    def send_norms(self, norms: Sequence[Any]) -> Callable[[], list[float]]:
+        """Start to combine squared gradient norms; for `petra.pipeline.GlobalClipping`.
+
+        Args:
+            norms: One for every stage, 0 for those of other ranks.
+
+        Returns:
+            A function that waits for those of all stages.
+        """
+        return self.maximum_async([float(norm) for norm in norms])
+
     def total(self, values: Sequence[float]) -> list[float]:
         """Sum values over all processes.
 

@@ -14,7 +14,8 @@ from petra.measure.stage_memory import MemoryProbe, StageMemory
 from petra.methods import BackwardMessage, Method, Settings, StageLayers
 from petra.pipeline import Executor, LocalMailbox, MessageFormat, ShapeInference, Stage, StageBuilder
 from petra.pipeline.message_shapes import Template, as_message, shapes_of
-from petra.pipeline.stage import Loss, OptimizerFactory
+from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
+from petra.pipeline.stage import Loss
 from petra.reversible.streams import Streams, channels_last
 from petra.schedule import Action, Kind, PipelineSchedule
 
@@ -100,7 +101,7 @@ class MemoryEstimator:
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
         trained = [p for p in parameters if p.requires_grad]
-        return self.optimizer(trained) if trained else None
+        return create_optimizer(self.optimizer, trained, {}) if trained else None
 
     def _needs_outputs(self, layer: int) -> bool:
         return self.method.needs_outputs(StageLayers([self.layers[layer]], layer, self._builder.settings))

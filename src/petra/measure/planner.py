@@ -20,7 +20,8 @@ from petra.measure.tick_time import Link, tick_seconds
 from petra.methods import Method
 from petra.pipeline import ShapeInference, assign, balance, partition
 from petra.pipeline.message_shapes import Template, shapes_of
-from petra.pipeline.stage import Loss, OptimizerFactory
+from petra.pipeline.optimizer_factory import OptimizerFactory
+from petra.pipeline.stage import Loss
 from petra.reversible.streams import Streams
 from petra.schedule import PipelineSchedule, SequentialSchedule
 

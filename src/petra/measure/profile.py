@@ -17,7 +17,8 @@ from torch import nn
 from petra.methods import BackwardMessage, Method, Settings, StageLayers
 from petra.pipeline import MessageFormat, ShapeInference, Stage, StageBuilder
 from petra.pipeline.message_shapes import shapes_of
-from petra.pipeline.stage import Loss, OptimizerFactory
+from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
+from petra.pipeline.stage import Loss
 from petra.reversible.streams import Streams, channels_last
 
 
@@ -216,7 +217,7 @@ def profile(
 
     def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
         trained = [p for p in parameters if p.requires_grad]
-        return optimizer(trained) if trained else None
+        return create_optimizer(optimizer, trained, {}) if trained else None
 
     builder = StageBuilder(layers, method, settings, loss=loss, optimizer=make_optimizer)
     stages = [builder.build(i, count, range(i, i + 1)) for i in range(count)]

@@ -2,13 +2,15 @@
 
 Start with `stage.py` (forward, backward and update of one stage) and `executor.py` (which stage acts when).
 `mailbox.py` holds the messages between stages, in the dtype and layout of `message_format.py`; `weight_stash.py` the
-old weights that some methods need. `partition.py` cuts a network into stages, `build.py` builds them, and
+old weights that some methods need. `gradient_clipping.py` clips the gradients of all stages by
+their common norm, and `optimizer_factory.py` creates optimizers. `partition.py` cuts a network into stages, `build.py` builds them, and
 `message_shapes.py` infers the shapes of their messages.
 """
 
 from petra.pipeline.activity import Activity
 from petra.pipeline.build import StageBuilder
 from petra.pipeline.executor import Executor
+from petra.pipeline.gradient_clipping import GlobalClipping
 from petra.pipeline.hooks import Observer, TickRunner
 from petra.pipeline.mailbox import LocalMailbox, Mailbox
 from petra.pipeline.message_format import MessageFormat
@@ -22,6 +24,7 @@ __all__ = [
     "Diverged",
     "DoesNotFit",
     "Executor",
+    "GlobalClipping",
     "LocalMailbox",
     "Mailbox",
     "MessageFormat",

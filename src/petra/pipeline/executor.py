@@ -11,6 +11,7 @@ import torch
 
 from petra.methods import SavedState
 from petra.pipeline.activity import Activity
+from petra.pipeline.gradient_clipping import GlobalClipping
 from petra.pipeline.hooks import Announcement, Clock, HasHostState, Observer, Perform, TickRunner
 from petra.pipeline.mailbox import EVALUATION, LocalMailbox, Mailbox, Shapes
 from petra.pipeline.results import MicrobatchResult
@@ -48,6 +49,8 @@ class Executor:
         """The current activity of this process, for the watchdog."""
         self.clock: Clock | None = None
         """Called after every action with the times at which it asked for its message, began and ended."""
+        self.clipping: GlobalClipping | None = None
+        """Clips the gradient of all stages together, where there is one."""
         self._owned = {stage.index: stage for stage in stages}
         self._start = 0  # the first micro-batch since the pipeline was last empty
         self._updates = 0  # of every stage before it
@@ -220,6 +223,8 @@ class Executor:
         """
         self.mailbox.begin_tick(tick, self._start, self._shapes)
         results = []
+        if self.clipping is not None:
+            self.clipping.begin_tick()
         for announce in self.announcements:
             announce(self._start, tick)
         for phase in tick:
@@ -229,6 +234,8 @@ class Executor:
                 if action.stage in self._owned:
                     results += self._act(action)
                 else:
+                    if self.clipping is not None and action.kind is Kind.UPDATE:
+                        self.clipping.announce()
                     self.mailbox.begin_remote_action(Action(action.stage, action.kind, self._start + action.microbatch))
                 if action.kind is Kind.BACKWARD and action.stage == 0:  # it has left the pipeline
                     self._shapes.pop(self._start + action.microbatch)
@@ -242,6 +249,7 @@ class Executor:
         asked = began = self._begin(action)
         results = []
         if action.kind is Kind.FORWARD:
+            assert self.clipping is None or not self.clipping.waits(stage)
             received = mailbox.take_forward(stage, microbatch)
             inputs = mailbox.unpack(stage, received)
             began = self._now()
@@ -266,6 +274,8 @@ class Executor:
             message = mailbox.take_backward(stage, microbatch)
             began = self._now()
             stage.train_synthesizer(message)
+        elif self.clipping is not None:
+            self.clipping.update(stage)
         else:
             stage.update()
         self.acting = None
@@ -333,7 +343,9 @@ class Executor:
         if self.capture is not None:
             self.capture.synchronize()
         self._check_no_failure()
-        return {"start": self._start, "fed": self._fed, "tick": self._tick, "updates": self._updates}
+        norms = None if self.clipping is None else self.clipping.state_dict()
+        position = {"start": self._start, "fed": self._fed, "tick": self._tick, "updates": self._updates}
+        return {**position, "norms": norms}
 
     def stage_state_dict(self, stage: int) -> dict[str, Any]:
         """Return the messages that wait for a stage, and the shapes of the inputs in flight.
@@ -345,7 +357,8 @@ class Executor:
             The state of the stage in flight.
         """
         shapes = {m: [(tuple(shape), dtype) for shape, dtype in shapes] for m, shapes in self._shapes.items()}
-        return {**self.mailbox.state_dict(stage), "shapes": shapes}
+        norm = 0.0 if self.clipping is None else self.clipping.latest(stage)
+        return {**self.mailbox.state_dict(stage), "shapes": shapes, "norm": norm}
 
     def load_state_dict(self, state: dict[str, Any], stages: Mapping[int, dict[str, Any]]) -> None:
         """Continue where a state was taken.
@@ -355,6 +368,10 @@ class Executor:
             stages: What `stage_state_dict` returned for each stage, with tensors on the device; empty if drained.
         """
         self._failure = None
+        if self.clipping is not None:
+            latest = {index: float(own.get("norm", 0.0)) for index, own in stages.items()}
+            drained = not all("norm" in own for own in stages.values())
+            self.clipping.load_state_dict(None if drained else state["norms"], latest)
         self._begin_at(state["start"], state["updates"])
         self._fed, self._tick = state["fed"], state["tick"]
         # Shares of replicas may differ in size, so each replica has shapes of its own.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from petra.corrections import PeakLearningRates, StageCorrections, scaled_learning_rates
 from petra.methods import BackwardMessage, Method, SavedState, StageLayers, Synthesizer
-from petra.optim import CapturableOptimizer
+from petra.optim import CapturableOptimizer, optimizers_of
 from petra.pipeline.accumulation import accumulate, set_zero_gradients
 from petra.pipeline.results import MicrobatchResult, check_finite, check_loss
 from petra.pipeline.weight_stash import WeightStash
@@ -25,9 +25,6 @@ from petra.schedule import Action, Kind
 
 Loss = Callable[[Any, Any], Tensor]
 """A function of outputs and targets."""
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Creates the optimizer of a stage from the parameters that are trained there."""
 
 
 class Stage:
@@ -70,8 +67,9 @@ class Stage:
         self.layers = layers
         self.method = method
         self.optimizer = optimizer
-        if isinstance(optimizer, CapturableOptimizer):
-            optimizer.refreshes_itself = False  # `finish_update` does it, outside of captured graphs
+        for one in optimizers_of(optimizer):
+            if isinstance(one, CapturableOptimizer):
+                one.refreshes_itself = False  # `finish_update` does it, outside of captured graphs
         self.scheduler = scheduler
         self.loss = loss
         self.clip_norm = clip_norm
@@ -218,6 +216,13 @@ class Stage:
 
         Gradients stay readable until the next backward, as the optimizer leaves them.
         """
+        self.prepare_update()
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.apply_update()
+
+    def prepare_update(self) -> None:
+        """Compute the mean of the gradients since the last update, over all replicas, before it is clipped."""
         if self.accumulated == 0:  # zero features (Features Replay, Section 3.2) have a gradient of zero
             set_zero_gradients(self.parameters, self.layers.modules())
             if self.corrections is not None:
@@ -231,8 +236,9 @@ class Stage:
             self._average_over_replicas()
         if self.corrections is not None:
             self.corrections.change_gradients()
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+
+    def apply_update(self) -> None:
+        """Update the weights with the gradients."""
         if self.stash is not None:
             self.stash.before_update()
         if self.corrections is not None:
@@ -246,8 +252,9 @@ class Stage:
 
     def finish_update(self) -> None:
         """Do what follows an update and is never captured: refresh the optimizer, and step the scheduler."""
-        if isinstance(self.optimizer, CapturableOptimizer):
-            self.optimizer.refresh()
+        for optimizer in optimizers_of(self.optimizer):
+            if isinstance(optimizer, CapturableOptimizer):
+                optimizer.refresh()
         self.step_scheduler()
 
     def step_scheduler(self) -> None:

@@ -1,11 +1,12 @@
 """Training runs in a folder.
 
-Start with `run.py`: one run from its configuration to its summary. `config.py` checks and merges its options, which
-are the fields in `run_options.py` (`option_fields.py` says what a field carries), with those of `recipes.py`.
-`trainer_setup.py` builds the trainer, and `resume.py` restores it from a `checkpoint.py`. `run_folder.py` names the
-files of a run; `metrics.py`, `summary.py`, `progress_bar.py` and `run_progress.py` report it, and `interrupts.py` stops
-it. For a finished run, `trained_network.py` loads its network from `weight_files.py`, `run_evaluation.py` tests it and
-`generation.py` writes text with it. `model_arguments.py` connects networks and data.
+Start with `run.py`: one run from its configuration to its summary; its loop is that of `petra.trainer.loop`.
+`config.py` checks and merges its options, which are the fields in `run_options.py` (`option_fields.py` says what a field
+carries), with those of `recipes.py`. `trainer_setup.py` builds the trainer, and `resume.py` restores it from a
+checkpoint.
+`run_folder.py` names the files of a run, and `summary.py` describes it. For a finished run, `trained_network.py` loads
+its network from `weight_files.py`, `run_evaluation.py` tests it and `generation.py` writes text with it.
+`model_arguments.py` connects networks and data.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -23,13 +23,23 @@ from petra.runs.model_arguments import options_for_both, outline
 from petra.runs.option_fields import check_values
 from petra.runs.run_options import RunOptions
 from petra.trainer import optimizers
+from petra.trainer.loop import LoopSettings
 from petra.trainer.loss import cross_entropy
 from petra.trainer.lr_schedules import LR_SCHEDULES, CosineLRSchedule, StepLRSchedule
 from petra.trainer.schedules import accepts, choose_schedule
 from petra.trainer.validation import choose_corrections
 
 ADAPTIVE = ("adamw", "nadamw", "muon", "soap")
-MAY_CHANGE = ("checkpoint_every", "checkpoint_epochs", "stages", "schedule", "flush_until", "replicas", "data")
+MAY_CHANGE = (
+    "checkpoint_every",
+    "checkpoint_epochs",
+    "save_best",
+    "stages",
+    "schedule",
+    "flush_until",
+    "replicas",
+    "data",
+)
 """Options that may differ when a run is resumed. Data may have moved; its fingerprint is compared."""
 
 
@@ -182,9 +192,33 @@ class RunConfig(RunOptions):
     def curve(self, batches: int) -> StepLRSchedule | CosineLRSchedule:
         """Return the learning-rate curve of a training with so many micro-batches per epoch."""
         updates = batches / self.accumulate
+        epochs = self.training_epochs(batches)
+        warmup = min(5.0, epochs / 2) if self.warmup_epochs is None else self.warmup_epochs
         if self.lr_schedule == "cosine":
-            return CosineLRSchedule(self.epochs, updates, self.warmup_epochs)
-        return StepLRSchedule(self.epochs, updates, self.warmup_epochs, tuple(self.lr_milestones))
+            return CosineLRSchedule(epochs, updates, warmup)
+        return StepLRSchedule(epochs, updates, warmup, tuple(self.lr_milestones))
+
+    def training_epochs(self, batches: int) -> float:
+        """Return the length of the training in epochs of so many micro-batches."""
+        if self.max_steps is None:
+            return self.epochs
+        return min(float(self.epochs), self.max_steps * self.accumulate / batches)
+
+    @property
+    def loop_settings(self) -> LoopSettings:
+        """When to end, evaluate, log and save."""
+        return LoopSettings(
+            epochs=self.epochs,
+            max_steps=self.max_steps,
+            eval_every=self.eval_every,
+            log_every=self.log_every,
+            checkpoint_every=self.checkpoint_every,
+            checkpoint_epochs=self.checkpoint_epochs,
+            patience=self.patience,
+            min_delta=self.min_delta,
+            monitor=self.monitor,
+            save_best=self.save_best,
+        )
 
     def load_data(self, vocabulary: Sequence[str] = (), test_only: bool = False) -> Data:
         """Load the data set.
@@ -224,6 +258,8 @@ class RunConfig(RunOptions):
                 f"--replicas is {self.replicas}, but they share micro-batches of {self.batch_size} samples: "
                 "give fewer replicas, or a larger --batch-size"
             )
+        if self.min_delta and self.patience is None:
+            raise ValueError(f"--min-delta is {self.min_delta:g}, but without --patience: add it, or leave this out")
         if self.schedule in LR_SCHEDULES:
             raise ValueError(
                 f"--schedule is {self.schedule}, which is a learning-rate schedule: give --lr-schedule {self.schedule}"

@@ -7,9 +7,9 @@ from typing import Any
 
 from petra.distributed import Transport, run_together
 from petra.pipeline import Diverged, MicrobatchResult
-from petra.runs.checkpoint import Checkpoints
-from petra.runs.run_progress import RunProgress
 from petra.runs.trainer_setup import TrainerSetup
+from petra.trainer.checkpoint import Checkpoints
+from petra.trainer.progress import RunProgress
 from petra.trainer.schedules import IN_FLIGHT
 from petra.trainer.trainer import Trainer
 
@@ -54,13 +54,14 @@ def restore(checkpoints: Checkpoints, trainer: Trainer, setup: TrainerSetup, fin
             stages = {stage.index: checkpoints.stage(stage.index, position.replica) for stage in trainer.stages}
             trainer.load_state_dict({**saved, "stages": stages})
             fill_start = saved["executor"]["start"]
+            if saved["placement"] != trainer.placement:  # a process holds other stages
+                progress = replace(progress, memory=[], activation_peak=0)
         else:
             finished = _restore_other_layout(checkpoints, trainer, setup, saved)
             fill_start = trainer.executor.microbatches
             progress = replace(progress, memory=[], activation_peak=0)  # they were measured on other stages
-        if not position.is_main:  # the sums are those of all replicas, so only one continues them
-            progress = replace(progress, loss=0.0, correct=0, samples=0)
-        else:
+        progress = progress.of_rank(position.is_main)
+        if position.is_main:
             progress.count(finished)
             progress.read()
         setup.config.check_unchanged(saved["config"])

@@ -8,14 +8,16 @@ import os
 from pathlib import Path
 
 from petra.distributed.job import job_name, restart_count
-from petra.runs import checkpoint
+from petra.trainer import checkpoint
+from petra.trainer.best_weights import AVERAGE, BEST, PENDING
 
 FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
     *("vocabulary.json", "tokenizer.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
+    *(BEST, PENDING, AVERAGE),
 )
-CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *_FIDELITY_FILES = FILES
-FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE = _FIDELITY_FILES
+CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *_OTHERS = FILES
+FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, *_ = _OTHERS
 CHECKPOINTS = "checkpoint"
 
 

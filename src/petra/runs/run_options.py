@@ -98,6 +98,14 @@ class RunOptions:
     )
     accumulate: int = option(1, help="micro-batches per update", group=TRAINING, metavar="K", minimum=1)
     epochs: int = option(10, help="passes over the data", group=TRAINING, metavar="N", minimum=1)
+    max_steps: int | None = option(
+        None,
+        help="end after this many updates, if --epochs does not end training before",
+        group=TRAINING,
+        metavar="N",
+        minimum=1,
+        default_text="no limit",
+    )
     batch_size: int = option(64, help="samples in a micro-batch", group=TRAINING, metavar="N", minimum=1)
     drop_last: bool = option(
         False,
@@ -150,7 +158,14 @@ class RunOptions:
         metavar="NAME",
         choices=LR_SCHEDULES,
     )
-    warmup_epochs: float = option(5.0, help="epochs of linear warm-up", group=TRAINING, metavar="N", minimum=0)
+    warmup_epochs: float | None = option(
+        None,
+        help="epochs of linear warm-up",
+        group=TRAINING,
+        metavar="N",
+        minimum=0,
+        default_text="5, but at most half of the training",
+    )
     lr_milestones: tuple[float, ...] = option(
         (0.5, 0.75),
         help="fractions of training after which the learning rate is divided by ten",
@@ -200,6 +215,40 @@ class RunOptions:
         choices=("bf16",),
         default_text="float32",
     )
+    eval_every: int | None = option(
+        None,
+        help="updates between evaluations",
+        group=TRAINING,
+        metavar="N",
+        minimum=1,
+        default_text="after every epoch",
+    )
+    log_every: int | None = option(
+        None,
+        help="updates between records of training loss, learning rate and speed",
+        group=TRAINING,
+        metavar="N",
+        minimum=1,
+        default_text="only with evaluations",
+    )
+    patience: int | None = option(
+        None,
+        help="end after this many evaluations in a row without an improvement (early stopping)",
+        group=TRAINING,
+        metavar="N",
+        minimum=1,
+        default_text="no early stopping",
+    )
+    min_delta: float = option(
+        0.0, help="smallest change that counts as an improvement for --patience", group=TRAINING, minimum=0
+    )
+    monitor: str | None = option(
+        None,
+        help="test metric of --patience and of the best weights",
+        group=TRAINING,
+        choices=("accuracy", "loss"),
+        default_text="accuracy where it is known",
+    )
     seed: int = option(
         0, help="seed of weights, data order and dropout", group=TRAINING, metavar="N", minimum=0, below=2**63
     )
@@ -217,6 +266,12 @@ class RunOptions:
         group=CHECKPOINTS,
         metavar="N",
         minimum=1,
+    )
+    save_best: bool = option(
+        True,
+        help="keep the weights of the best evaluation in best.safetensors",
+        group=CHECKPOINTS,
+        default_text="on",
     )
     replicas: int = option(
         1, help="copies of the pipeline that share each micro-batch", group=PROCESSES, metavar="R", minimum=1

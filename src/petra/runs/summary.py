@@ -11,12 +11,17 @@ from torch import Tensor
 
 from petra.measure import environment
 from petra.runs.config import RunConfig
-from petra.runs.run_progress import RunProgress
+from petra.trainer.progress import RunProgress
 from petra.trainer.trainer import Trainer, weights_hash
 
 
 def summarise(
-    config: RunConfig, trainer: Trainer, progress: RunProgress, weights: Mapping[str, Tensor], bits: float | None
+    config: RunConfig,
+    trainer: Trainer,
+    progress: RunProgress,
+    weights: Mapping[str, Tensor],
+    bits: float | None,
+    steps: int,
 ) -> dict[str, Any]:
     """Return the contents of `summary.json`.
 
@@ -26,6 +31,7 @@ def summarise(
         progress: Its final progress.
         weights: The weights of the whole network.
         bits: The test loss in bits per byte, if the data is a running text.
+        steps: The number of updates.
 
     Returns:
         JSON values.
@@ -43,6 +49,7 @@ def summarise(
         "corrections": trainer.layout["corrections"],
         "accumulate": config.accumulate,
         "epochs": config.epochs,
+        "steps": steps,
         "seed": config.seed,
         "parameters": sum(p.numel() for p in trainer.network.parameters()),
         "test_accuracy": progress.test_accuracy,
@@ -50,6 +57,8 @@ def summarise(
         **({} if bits is None else {"bits_per_byte": bits}),
         "best_test_accuracy": progress.best_accuracy,
         "best_epoch": progress.best_epoch,
+        "best_step": progress.best_step,
+        "stopped_early": progress.stopped_early,
         "samples_per_second": progress.rate,
         "captured_ticks": progress.captured_ticks,
         "not_captured": trainer.ineligible_reason,

@@ -13,11 +13,11 @@ from petra import models
 from petra.data import Data, ImageData, SentenceData, TokenData
 from petra.data.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from petra.reversible import FixedPointCoupling, Network
-from petra.runs.checkpoint import to_json_bytes
 from petra.runs.config import RunConfig
 from petra.runs.model_arguments import check_options, default_arguments, network_arguments
 from petra.runs.run_folder import CONFIG, NETWORK, TOKENIZER, VOCABULARY, WEIGHTS, check_finished
 from petra.runs.weight_files import check_hash, check_names, other_shapes, read_weights
+from petra.trainer.checkpoint import to_json_bytes
 from petra.trainer.validation import check_device
 
 

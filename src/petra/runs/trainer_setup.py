@@ -88,10 +88,11 @@ class TrainerSetup:
         )
 
 
-def config_warnings(config: RunConfig, trainer: Trainer) -> Iterator[str]:
+def config_warnings(config: RunConfig, trainer: Trainer, batches: int) -> Iterator[str]:
     """Yield one line for each option that is allowed, but seldom intended."""
-    if 0 < config.epochs <= config.warmup_epochs:
-        warmup = f"{counted(config.warmup_epochs, 'epoch')} of warm-up for {config.epochs} of training"
+    epochs = config.training_epochs(batches)
+    if config.warmup_epochs is not None and 0 < epochs <= config.warmup_epochs:
+        warmup = f"{counted(config.warmup_epochs, 'epoch')} of warm-up for {epochs:g} of training"
         yield f"{warmup}: the learning rate never reaches its full value (--warmup-epochs)"
     if isinstance(trainer.method, Petra) and not any(isinstance(layer, ReversibleLayer) for layer in trainer.network):
         yield (

@@ -4,10 +4,30 @@ Start with `trainer.py`. `validation.py` checks its arguments, `schedules.py` fi
 `state.py` saves and loads stages at any cut, and `evaluation.py` computes loss and accuracy. `optimizers.py`,
 `lr_schedules.py` and `loss.py` hold the choices of the papers; any optimizer, scheduler and loss of PyTorch works too.
 `chunked_loss.py` computes the loss of a language model without all its logits in memory.
+
+`loop.py` is the training loop, and `fit.py` the one of `Trainer.fit`. `sources.py` makes resumable batches of any
+iterable; `progress.py`, `metrics.py` and `progress_bar.py` report, `checkpoint.py` saves, `best_weights.py` and
+`early_stopping.py` follow evaluations, and `interrupts.py` stops it. `callbacks.py` calls your own code, and
+`loggers.py` other tools.
 """
 
+from petra.trainer.callbacks import Callback
+from petra.trainer.early_stopping import EarlyStopping
 from petra.trainer.evaluation import Evaluation, evaluate_network
+from petra.trainer.fit import FitResult
+from petra.trainer.loop import LoopSettings, TrainingLoop
 from petra.trainer.loss import cross_entropy
 from petra.trainer.trainer import Trainer, weights_hash
 
-__all__ = ["Evaluation", "Trainer", "cross_entropy", "evaluate_network", "weights_hash"]
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "Evaluation",
+    "FitResult",
+    "LoopSettings",
+    "Trainer",
+    "TrainingLoop",
+    "cross_entropy",
+    "evaluate_network",
+    "weights_hash",
+]

@@ -15,7 +15,7 @@ LR_SCHEDULES = ("steps", "cosine")
 class StepLRSchedule:
     """Linear warm-up to the base learning rate, then a drop at given fractions of training."""
 
-    epochs: int
+    epochs: float
     updates_per_epoch: float
     warmup_epochs: float = 5.0
     lr_milestones: tuple[float, ...] = (0.5, 0.75)
@@ -37,7 +37,7 @@ class StepLRSchedule:
 class CosineLRSchedule:
     """Linear warm-up to the base learning rate, then a cosine to zero at the end of training."""
 
-    epochs: int
+    epochs: float
     updates_per_epoch: float
     warmup_epochs: float = 5.0
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from petra.corrections import StageCorrections
+from petra.optim import optimizers_of
 from petra.pipeline import Stage
 from petra.reversible.streams import laid_out_like
 
@@ -87,7 +88,7 @@ def check_weights(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names
                     f"{name} was not trained when the checkpoint was written: freeze the same layers to resume it"
                 )
             # Other versions of PyTorch may have more settings or fewer, not others.
-            lacking = stage.optimizer.defaults.keys() - settings[name].keys() - {*_IMPLEMENTATION_SETTINGS}
+            lacking = _defaults(stage.optimizer, group).keys() - settings[name].keys() - {*_IMPLEMENTATION_SETTINGS}
             foreign = settings[name].keys() - group.keys() - {*_IMPLEMENTATION_SETTINGS, *_SCHEDULED}
             if lacking and foreign:
                 raise ValueError(
@@ -102,6 +103,12 @@ def check_weights(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names
         loaded.param_groups = [{**group, **settings[first]} for group, first in groups]
         for correction in stage.corrections.corrections:
             correction.check(loaded)
+
+
+def _defaults(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the default settings of the optimizer that a group belongs to."""
+    owners = [one for one in optimizers_of(optimizer) if any(own is group for own in one.param_groups)]
+    return owners[0].defaults if owners else optimizer.defaults
 
 
 def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names,
 def _named(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
     groups = []
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({"names": [names[p] for p in group["params"]], "settings": settings})
     return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "groups": groups}
 

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from numbers import Real
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from petra.distributed import RankMailbox, SingleProcess, Transport
 from petra.methods import Method, Settings
 from petra.pipeline import (
     Executor,
+    GlobalClipping,
     LocalMailbox,
     MessageFormat,
     MicrobatchResult,
@@ -27,15 +28,18 @@ from petra.pipeline import (
     StageBuilder,
     partition,
 )
-from petra.pipeline.stage import Loss, OptimizerFactory
+from petra.pipeline.optimizer_factory import OptimizerFactory
+from petra.pipeline.stage import Loss
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import SequentialSchedule
 from petra.trainer import state as states
+from petra.trainer.early_stopping import EarlyStopping
 from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
 from petra.trainer.schedules import choose_schedule
 from petra.trainer.validation import (
     SchedulerFactory,
     check_batch,
+    check_clip,
     check_device,
     check_float32,
     check_frozen,
@@ -50,6 +54,10 @@ from petra.trainer.validation import (
     place_stages,
 )
 
+if TYPE_CHECKING:
+    from petra.trainer.callbacks import Callback
+    from petra.trainer.fit import FitResult
+
 
 class Trainer:
     """Trains a network with one of the training methods, cut into stages.
@@ -62,7 +70,9 @@ class Trainer:
         network: The layers, as `nn.Sequential` or `petra.Network`. It is trained in place; its modules keep the modes
             (`train()` or `eval()`) that they are in.
         loss: A function of outputs and targets that returns one number.
-        optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen.
+        optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen. It may return a
+            list of optimizers. A function with an argument `named_parameters` gets pairs of name and parameter; one
+            with two required arguments gets the parameters and their names.
         method: The name of a training method (`petra methods` lists them), or a `petra.Method`.
         stages: The number of stages, or the number of layers of each.
         scheduler: Creates a learning-rate scheduler for an optimizer. It is stepped after every update of the stage.
@@ -73,7 +83,10 @@ class Trainer:
             every 4 updates), or the number of micro-batches in flight of each stage.
         flush_until: For asynchronous schedules, a synchronous start: the pipeline is flushed after each of this many
             first updates, so that their gradients are exact.
-        clip_norm: The largest norm of the gradient of each stage; None does not clip.
+        clip_norm: The largest norm of the gradient; None does not clip.
+        clip: Which norm `clip_norm` limits. `"stage"`: that of each stage. `"global"`: that of the whole network. With
+            exact gradients, this is what `torch.nn.utils.clip_grad_norm_` does. In an asynchronous pipeline, a stage
+            combines its own norm with those of the other stages' updates J or more ticks ago, for J stages.
         autocast: The dtype of residual functions, and of the sums in blocks of ResNets; other streams stay in float32.
         seed: Decides dropout masks, which depend on the layer and the micro-batch but not on the cut.
         device: The device; by default, that of the network.
@@ -113,6 +126,7 @@ class Trainer:
         schedule: str | Sequence[int] | None = None,
         flush_until: int | None = None,
         clip_norm: float | None = None,
+        clip: str = "stage",
         autocast: torch.dtype | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -123,8 +137,7 @@ class Trainer:
         cuda_graph: bool | None = None,
     ) -> None:
         check_network(network)
-        if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
-            raise ValueError(f"clip_norm is {clip_norm!r}: give a positive norm, or None for no clipping")
+        check_clip(clip, clip_norm)
         self.device = torch.device(device) if device is not None else device_of(network)
         check_kinds(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "comm_dtype": comm_dtype})
         check_device(self.device)
@@ -139,7 +152,7 @@ class Trainer:
         self.network = network
         self.loss = loss
         graph_capture = make_graph_capture(self.device, position, cuda_graph)
-        self.layout = {
+        self.layout: dict[str, Any] = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
             "accumulate": accumulate,
@@ -173,10 +186,10 @@ class Trainer:
             self.method,
             Settings(self.device, seed, autocast, position.replica),
             loss=loss,
-            optimizer=partial(make_optimizer, optimizer),
+            optimizer=partial(make_optimizer, optimizer, lambda: {p: n for n, p in network.named_parameters()}),
             scheduler=partial(make_scheduler, scheduler),
             corrections=partial(make_stage_corrections, self.corrections, self.schedule),
-            clip_norm=clip_norm,
+            clip_norm=clip_norm if clip == "stage" else None,
             average=transport.average if position.replicas > 1 else None,
         )
         built: list[Stage] = []
@@ -196,6 +209,11 @@ class Trainer:
         self.executor.activity = transport.activity
         if graph_capture is not None:
             self.executor.capture = TickCapture(self.executor, graph_capture)
+        if clip == "global" and clip_norm is not None:
+            exchange = transport if position.ranks > 1 else None
+            self.executor.clipping = GlobalClipping(clip_norm, len(cuts), self.schedule.exact, exchange)
+            if self.executor.capture is not None:
+                self.executor.capture.ineligible_reason = "gradients are clipped by the norm over all stages"
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         self._frozen = [p for stage in built for p in stage.parameters if not p.requires_grad]
         names_of_layers = list(network._modules)  # named_children would leave a layer out that comes twice
@@ -216,6 +234,28 @@ class Trainer:
     def ineligible_reason(self) -> str | None:
         """Why ticks are not captured as CUDA graphs; None where they are, or where there is no GPU."""
         return None if self.executor.capture is None else self.executor.capture.ineligible_reason
+
+    @property
+    def updates(self) -> dict[int, int]:
+        """The number of updates of each stage of this process."""
+        return {stage.index: stage.updates for stage in self.stages}
+
+    @property
+    def staleness(self) -> list[int]:
+        """The number of micro-batches between forward and backward of each stage, in a full pipeline."""
+        return list(self.layout["in_flight"])
+
+    def learning_rates(self) -> dict[int, list[float]]:
+        """Return the current learning rates.
+
+        Returns:
+            For each stage of this process, the learning rate of every parameter group; nothing for a frozen stage.
+        """
+        return {
+            stage.index: [float(group["lr"]) for group in stage.optimizer.param_groups]
+            for stage in self.stages
+            if stage.optimizer is not None
+        }
 
     def step(self, inputs: Tensor | Streams, targets: Any, weight: float = 1.0) -> list[MicrobatchResult]:
         """Run one tick: read one micro-batch, and let every stage process its current micro-batch.
@@ -249,6 +289,74 @@ class Trainer:
             The micro-batches that reached the loss.
         """
         return self.executor.drain()
+
+    def fit(
+        self,
+        train: Any,
+        test: Any = None,
+        *,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        eval_every: int | None = None,
+        log_every: int | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_epochs: int = 1,
+        out: str | Path | None = None,
+        resume: bool = False,
+        early_stopping: EarlyStopping | int | None = None,
+        monitor: str | None = None,
+        callbacks: Sequence[Callback] = (),
+        quiet: bool = False,
+    ) -> FitResult:
+        """Train to the end: read the data, evaluate, log, save, and drain the pipeline.
+
+        One *step* is one update of every stage: `accumulate` micro-batches. With a transport, every rank calls this
+        with the same arguments and the same data; with replicas, each gives its own share of every micro-batch.
+
+        Args:
+            train: The training data: any iterable of (inputs, targets) that can be iterated over many times, such as
+                a `DataLoader`; or a source of batches with `epoch(epoch, start)`. A shuffling loader has an order that
+                depends on the trainer's seed and the epoch.
+            test: The data of evaluations, in the same form; None evaluates nothing.
+            epochs: The number of passes over the training data.
+            max_steps: The number of steps. What is reached first, `epochs` or this, ends the training.
+            eval_every: The steps between evaluations; by default, every epoch is evaluated. So is the end.
+            log_every: The steps between records of training loss and speed, besides those of evaluations.
+            checkpoint_every: The steps between checkpoints within an epoch; None for none.
+            checkpoint_epochs: The epochs between checkpoints.
+            out: A folder for `metrics.jsonl`, `checkpoint/`, `best.safetensors` (of the best evaluation),
+                `weights.safetensors` (of the end) and `summary.json`; None writes nothing.
+            resume: Continue from the last checkpoint in `out`, if there is one. The result is that of an uninterrupted
+                training, bit for bit.
+            early_stopping: End when the test accuracy stops improving; a number is the patience in evaluations.
+            monitor: The metric that decides which weights are the best: `"accuracy"` or `"loss"`. By default, the test
+                accuracy where it is known, else the loss.
+            callbacks: Objects of `petra.Callback`, called at the events of the training.
+            quiet: Print no progress.
+
+        Returns:
+            The losses and accuracies; the trained weights are in the network.
+
+        Raises:
+            ValueError: If an argument is invalid, or the checkpoint does not fit.
+            NonFiniteLoss: If a loss is NaN or infinite.
+        """
+        from petra.trainer.fit import fit  # it imports this module
+        from petra.trainer.loop import LoopSettings
+
+        stopping = EarlyStopping(early_stopping) if isinstance(early_stopping, int) else early_stopping
+        settings = LoopSettings(
+            epochs=epochs,
+            max_steps=max_steps,
+            eval_every=eval_every,
+            log_every=log_every,
+            checkpoint_every=(checkpoint_every or 0) * int(self.layout["accumulate"]),
+            checkpoint_epochs=checkpoint_epochs,
+            patience=None if stopping is None else stopping.patience,
+            min_delta=0.0 if stopping is None else stopping.min_delta,
+            monitor=monitor,
+        )
+        return fit(self, train, test, settings, out=out, resume=resume, callbacks=callbacks, quiet=quiet)
 
     def predict(self, inputs: Tensor | Streams) -> Any:
         """Compute outputs in evaluation mode with the current weights; nothing in flight changes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from petra.corrections import Correction, PeakLearningRates, StageCorrections, c
 from petra.cudagraph import CudaGraphCapture, GraphCapture
 from petra.distributed import RankPosition
 from petra.methods import Method
+from petra.optim import CombinedOptimizer, optimizers_of
 from petra.pipeline import Stage, partition
-from petra.pipeline.stage import OptimizerFactory
+from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.reversible import Network
 from petra.reversible.streams import Streams
 from petra.schedule import InterleavedSchedule, PipelineSchedule
@@ -77,6 +78,16 @@ def check_kinds(
             raise ValueError(f"{name} is {dtype!r}: give a dtype like torch.bfloat16, or None for float32")
 
 
+def check_clip(clip: object, clip_norm: object) -> None:
+    """Raise ValueError for clipping that is not possible."""
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
+        raise ValueError(f"clip_norm is {clip_norm!r}: give a positive norm, or None for no clipping")
+    if clip not in ("stage", "global"):
+        raise ValueError(f"clip is {clip!r}: give 'stage' or 'global'")
+    if clip == "global" and clip_norm is None:
+        raise ValueError("clip is 'global', but there is no clip_norm: give the largest norm, such as 1.0")
+
+
 def check_device(device: torch.device) -> None:
     """Raise ValueError for a GPU that does not exist."""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -106,15 +117,15 @@ def place_stages(
     return list(asked)
 
 
-def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+def make_optimizer(
+    factory: OptimizerFactory, names: Callable[[], Mapping[Tensor, str]], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer | None:
     """Create the optimizer of a stage; None if all its parameters are frozen."""
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         return None
-    optimizer = factory(trained)
-    if not hasattr(optimizer, "param_groups"):
-        raise ValueError(f"the optimizer function returns a {type(optimizer).__name__}: return the optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
+    optimizer = create_optimizer(factory, trained, names())
+    if any(isinstance(one, torch.optim.LBFGS) for one in optimizers_of(optimizer)):
         raise ValueError(
             "LBFGS evaluates the loss several times per step, which is impossible in a pipeline: use SGD or AdamW"
         )
@@ -178,6 +189,11 @@ def make_stage_corrections(
     """Return the corrections of a stage, None where nothing is stale; and its highest learning rates."""
     if not corrections or optimizer is None:
         return None, None
+    if isinstance(optimizer, CombinedOptimizer):
+        raise ValueError(
+            f"{corrections[0].name} corrects the step of one optimizer, but a stage has {len(optimizer.optimizers)}: "
+            "leave corrections out, or use one optimizer, such as petra.optim.Muon with its AdamW for the rest"
+        )
     for correction in corrections:
         correction.check(optimizer)
     peak_lrs, in_flight = PeakLearningRates(optimizer), schedule.staleness(stage)

@@ -270,12 +270,12 @@ def write_bytes(path: Path, content: bytes) -> None:
     write_atomically(path, lambda file: file.write(content))
 
 
-def export_weights(network: Mapping[str, Tensor], path: Path) -> None:
+def export_weights(network: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write weights as safetensors under their names in the network; they can be loaded without Petra."""
     # Copies, because safetensors rejects tensors that share memory, as those of layers with shared weights do.
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in network.items()}
 
     def write(file: IO[bytes]) -> None:
-        file.write(to_safetensors(tensors))
+        file.write(to_safetensors(tensors, metadata))
 
     write_atomically(path, write)

@@ -1,12 +1,13 @@
-"""The progress of a run: its position, its metrics so far, and its training time."""
+"""The progress of a training: its position, its metrics so far, and its training time."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from petra.pipeline import MicrobatchResult
 from petra.trainer.loss import count_answers, count_correct
@@ -14,26 +15,41 @@ from petra.trainer.loss import count_answers, count_correct
 
 @dataclass
 class RunProgress:
-    """The position and the metrics of a run; a checkpoint stores them next to the state of the trainer.
+    """The position and the metrics of a training; a checkpoint stores them next to the state of the trainer.
 
-    `loss` and `correct` are sums over `samples` of the epoch so far; each token of a text counts as one sample.
+    `loss` and `correct` are sums over `samples` since the last evaluation; each token of a text counts as one sample.
     `correct` is negative if the outputs do not tell which answers are correct: targets that are not classes, or a
-    network whose loss computes the logits (`chunked_loss`).
-    `captured_ticks` were launched as CUDA graphs.
+    network whose loss computes the logits (`chunked_loss`). `logged` are the three sums at the last record of
+    `log_every`. `captured_ticks` were launched as CUDA graphs.
     """
 
     epoch: int = 0
     batch: int = 0
+    """The micro-batches of the epoch so far."""
+    microbatches: int = 0
+    """All micro-batches so far."""
     loss: float = 0.0
     correct: int = 0
     samples: int = 0
+    logged: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    best: float | None = None
+    """The best value of the monitored metric."""
     best_accuracy: float = -1.0
-    best_epoch: int = 0
+    """The test accuracy of the best weights."""
+    best_epoch: float = 0
+    best_step: int = 0
+    stale_evaluations: int = 0
+    """The evaluations since the monitored metric last improved by more than `min_delta`."""
+    reference: float | None = None
+    """The value that it has to improve on."""
     test_loss: float = 0.0
-    test_accuracy: float = 0.0
+    test_accuracy: float | None = 0.0
+    evaluated_at: int = -1
+    """The micro-batch of the last evaluation; -1 if there was none, or the weights have changed since."""
     seconds: float = 0.0
     trained: int = 0
     captured_ticks: int = 0
+    stopped_early: bool = False
     finished: bool = False
     memory: list[dict[str, int]] = field(default_factory=list)
     activation_peak: int = 0
@@ -48,7 +64,7 @@ class RunProgress:
         return self.trained / self.seconds if self.seconds else 0.0
 
     def count(self, finished: list[MicrobatchResult]) -> None:
-        """Add micro-batches that have reached the loss to the sums of the epoch.
+        """Add micro-batches that have reached the loss to the sums.
 
         The sums stay on the device until `read` is called: reading them at every tick would make the host wait.
 
@@ -62,7 +78,7 @@ class RunProgress:
                 device = f.loss.device
                 counts = [torch.full((), n, dtype=torch.int64, device=device) for n in (self.correct, self.samples)]
                 self._sums = [torch.full((), self.loss, dtype=torch.float64, device=device), *counts]
-            answers = count_answers(f.outputs, f.targets, len(f.targets))
+            answers = count_answers(f.outputs, f.targets, _samples(f))
             self._sums[0].add_(f.loss.double() * answers)
             correct = count_correct(f.outputs, f.targets)
             if correct is None:
@@ -76,9 +92,23 @@ class RunProgress:
         if self._sums is not None:
             self.loss, self.correct, self.samples = float(self._sums[0]), int(self._sums[1]), int(self._sums[2])
 
-    def start_epoch(self) -> None:
-        """Reset the sums for a new epoch."""
-        self.batch, self.loss, self.correct, self.samples, self._sums = 0, 0.0, 0, 0, None
+    def of_rank(self, is_main: bool) -> RunProgress:
+        """Return the progress of a rank that continues from a checkpoint.
+
+        The sums there are those of all replicas, so only one rank continues them.
+
+        Args:
+            is_main: Whether this is that rank.
+
+        Returns:
+            The progress.
+        """
+        return self if is_main else replace(self, loss=0.0, correct=0, samples=0)
+
+    def reset_sums(self) -> None:
+        """Set the sums to zero, after an evaluation."""
+        self.loss, self.correct, self.samples, self._sums = 0.0, 0, 0, None
+        self.logged = [0.0, 0.0, 0.0]
 
 
 class ThroughputTimer:
@@ -114,3 +144,11 @@ class ThroughputTimer:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _samples(result: MicrobatchResult) -> int:
+    """Return the number of samples of a micro-batch."""
+    targets = result.targets
+    if isinstance(targets, Tensor) and targets.ndim:
+        return len(targets)
+    return len(next(x for x in tree_leaves((targets, result.outputs)) if isinstance(x, Tensor) and x.ndim))

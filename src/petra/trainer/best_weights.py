@@ -1,0 +1,108 @@
+"""The best weights of a training: which evaluation was the best, and the file with its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from petra.trainer.checkpoint import export_weights
+from petra.trainer.progress import RunProgress
+
+if TYPE_CHECKING:
+    from petra.trainer.trainer import Trainer
+
+BEST, PENDING, AVERAGE = "best.safetensors", "pending-best.safetensors", "ema.safetensors"
+MONITORS = ("accuracy", "loss")
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Finds the best evaluation.
+
+    It compares the accuracy or the loss on the test data: of averaged weights where there are any. Without test data,
+    it compares the training loss.
+    """
+
+    metric: str | None
+    """`"accuracy"` or `"loss"`; None means accuracy where it is known."""
+    min_delta: float = 0.0
+    """The smallest change that counts as an improvement for early stopping."""
+
+    def update(self, progress: RunProgress, record: dict[str, Any], step: int, epoch: float) -> bool:
+        """Note an evaluation in the progress, and return whether it is the best so far."""
+        name, value = self._value(record)
+        if value is None:
+            return False
+        better = 1 if name == "accuracy" else -1
+        if progress.reference is None or better * (value - progress.reference) > self.min_delta:
+            progress.reference, progress.stale_evaluations = value, 0
+        else:
+            progress.stale_evaluations += 1
+        if progress.best is not None and better * (value - progress.best) <= 0:
+            return False
+        progress.best, progress.best_step, progress.best_epoch = value, step, epoch
+        accuracy = record.get("ema_test_accuracy", record.get("test_accuracy"))
+        progress.best_accuracy = accuracy if accuracy is not None else -1.0
+        return True
+
+    def _value(self, record: dict[str, Any]) -> tuple[str, float | None]:
+        prefix = next((kind for kind in ("ema_test", "test") if f"{kind}_loss" in record), "train")
+        accuracy, loss = record.get(f"{prefix}_accuracy"), record.get(f"{prefix}_loss")
+        if self.metric == "accuracy" and accuracy is None:
+            raise ValueError("the monitored metric is the accuracy, but it is unknown: monitor the loss")
+        chosen = self.metric or ("loss" if accuracy is None or prefix == "train" else "accuracy")
+        return chosen, accuracy if chosen == "accuracy" else loss
+
+
+class BestWeights:
+    """The file with the best weights.
+
+    New best weights are written to a second file, which replaces the first one after the next checkpoint. So a training
+    that is resumed from the checkpoint has the best weights up to there, and not those of its lost future.
+
+    Args:
+        folder: The folder of the file; None writes no weights.
+        trainer: The trainer.
+    """
+
+    def __init__(self, folder: Path | None, trainer: Trainer) -> None:
+        self._folder, self._trainer = folder, trainer
+
+    @property
+    def _pending(self) -> Path:
+        assert self._folder is not None
+        return self._folder / PENDING
+
+    def write(self, step: int) -> None:
+        """Write the current weights; all ranks call it."""
+        if self._folder is None:
+            return
+        weights = self._trainer.weights()
+        if weights is not None:
+            export_weights(weights, self._pending, {"step": str(step)})
+
+    def commit(self) -> None:
+        """Make the weights that were written last those of the file: a checkpoint knows them."""
+        if self._folder is not None and self._trainer.transport.position.is_main and self._pending.exists():
+            self._pending.replace(self._folder / BEST)
+
+    def recover(self, step: int) -> None:
+        """Commit or remove weights that were written before the process ended; ``step`` is that of the checkpoint."""
+        if self._folder is None or not self._trainer.transport.position.is_main or not self._pending.exists():
+            return
+        if _step_of(self._pending) == step > 0:
+            self.commit()
+        else:
+            self._pending.unlink()
+
+
+def _step_of(file: Path) -> int:
+    """Return the step at which a file of weights was written; -1 if it does not say."""
+    try:
+        with safe_open(file, "pt") as found:
+            return int((found.metadata() or {}).get("step", -1))
+    except (SafetensorError, OSError, ValueError):
+        return -1
