@@ -10,8 +10,10 @@ Start with `convert.py`: `make_reversible` finds segments of residual blocks in 
 - `report.py`: a report of what was converted.
 """
 
+from petra.conversion.as_network import as_network
 from petra.conversion.container import ReversibleBlocks
 from petra.conversion.convert import make_reversible
+from petra.conversion.module_network import ModuleNetwork
 from petra.conversion.report import ConversionReport, SegmentReport, conversion_report
 
-__all__ = ["ConversionReport", "ReversibleBlocks", "SegmentReport", "conversion_report", "make_reversible"]
+__all__ = ["ConversionReport", "ModuleNetwork", "ReversibleBlocks", "SegmentReport", "as_network", "conversion_report", "make_reversible"]
