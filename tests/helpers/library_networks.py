@@ -1,6 +1,7 @@
 """Small networks of timm, torchvision and Hugging Face transformers, with random weights in float64."""
 
 import torch
+
 from helpers.libraries import library
 
 IDS = torch.randint(5, 40, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -65,6 +66,7 @@ def transformer(name, **settings):
     """Return a small network of transformers."""
     transformers = library("transformers")
     config, own = TRANSFORMERS[name]
+    torch.manual_seed(0)
     return randomised(getattr(transformers, name)(getattr(transformers, config)(**{**own, **settings})))
 
 
@@ -88,8 +90,10 @@ def without_dropout(network):
 
 def outputs_of(network, *inputs):
     """Return the logits or the last hidden state."""
-    found = network(**dict(zip(("input_ids", "attention_mask"), inputs, strict=False))) if _text(inputs) else (
-        network(*inputs)
+    found = (
+        network(**dict(zip(("input_ids", "attention_mask"), inputs, strict=False)))
+        if _text(inputs)
+        else (network(*inputs))
     )
     return next((getattr(found, n) for n in ("logits", "last_hidden_state") if hasattr(found, n)), found)
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.libraries import library
 from helpers.library_networks import (
     IDS,
     IMAGES,
@@ -15,7 +16,6 @@ from helpers.library_networks import (
     transformer,
     without_dropout,
 )
-from helpers.libraries import library
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -47,7 +47,7 @@ class TestTransformers:
         module = transformer(name)
         module = petra.make_reversible(module) if converted else module
         network = petra.as_network(module)
-        assert len(network) == 5
+        assert len(network) in (4, 5)  # without a norm or a head, the end is a part of the last block's layer
         assert sum(isinstance(layer, petra.ReversibleLayer) for layer in network) == 3 * converted
         for inputs in inputs_for(name):
             check_outputs(module, network, inputs)
@@ -68,9 +68,9 @@ class TestTransformers:
             network(IDS, torch.ones(3, 1, 9, 9))
 
     def test_unknown_heads_and_masks(self):
+        module = transformer("LlamaForCausalLM")
+        module.config._attn_implementation = "flex_attention"
         with pytest.raises(ValueError, match="uses attn_implementation='flex_attention', whose masks are not known"):
-            module = transformer("LlamaForCausalLM")
-            module.config._attn_implementation = "flex_attention"
             petra.as_network(module)
         transformers = library("transformers")
         config = transformers.BertConfig(**TRANSFORMERS["BertModel"][1])
@@ -146,9 +146,7 @@ class TestTraining:
         optimizer = sgd(plain.parameters())
         for x, y in TRAINED[name]:
             optimizer.zero_grad()
-            keywords = {} if x[0].is_floating_point() else dict(
-                zip(("input_ids", "attention_mask"), x, strict=False)
-            )
+            keywords = {} if x[0].is_floating_point() else dict(zip(("input_ids", "attention_mask"), x, strict=False))
             logits_loss(plain(**keywords) if keywords else plain(*x), y).backward()
             optimizer.step()
         trainer = petra.Trainer(module, method="reversible", stages=4, loss=logits_loss, optimizer=sgd)
@@ -222,7 +220,7 @@ class TestTiedWeights:
         assert module.lm_head.weight is module.transformer.wte.weight
 
     def test_untied(self):
-        module = transformer("GPT2LMHeadModel")
+        module = transformer("GPT2LMHeadModel").eval()
         before = module(input_ids=IDS).logits
         network = petra.as_network(module, untie=True)
         assert module.lm_head.weight is not module.transformer.wte.weight
@@ -247,7 +245,7 @@ class Encoder(nn.Module):
 
     def forward(self, x):
         x = self.start(x)
-        if float(x.sum()) > 1e9:  # tracing fails here
+        if float(x.detach().sum()) > 1e9:  # tracing fails here
             return x
         for block in self.blocks:
             x = x + block(x)
@@ -287,7 +285,7 @@ class TestStages:
             def stages(self):
                 return [(self.start, self.embed), *self.blocks, self.finish]
 
-        with pytest.raises(ValueError, match="start of Forgetful fails .*'scale'.*: name every submodule, parameter"):
+        with pytest.raises(ValueError, match=r"start of Forgetful fails .*'scale'.*: name every submodule, parameter"):
             petra.as_network(Forgetful())(torch.randn(2, 5, 4))
 
     @pytest.mark.parametrize(
@@ -310,22 +308,20 @@ class TestStages:
     def test_layers_that_compute_something_else(self):
         class Wrong(Told):
             def stages(self):
-                return super().stages()[1:]
+                first, _, *others = super().stages()
+                return [first, *others]
 
         with pytest.raises(ValueError, match="the layers of Wrong compute something else than its forward"):
-            petra.as_network(Wrong(), torch.randn(2, 5, 8)) if False else petra.as_network(
-                type("Wrong", (Told,), {"stages": lambda self: [Told.stages(self)[0], *Told.stages(self)[2:]]})(),
-                torch.randn(2, 5, 4),
-            )
+            petra.as_network(Wrong(), torch.randn(2, 5, 4))
 
 
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.down, self.middle, self.up = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(8, 4)
+        self.down, self.middle, self.up = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
-        return self.up(torch.cat([x, self.middle(self.down(x).relu())], -1))
+        return torch.cat([x, self.up(self.middle(self.down(x)).relu())], -1)
 
 
 class TestTracing:
@@ -340,11 +336,11 @@ class TestTracing:
         assert torch.equal(network(x), module(x))
 
     def test_no_place_to_cut(self):
-        with pytest.raises(ValueError, match="UNet is not a chain: the input is used by .*cat.*no place to cut: give"):
+        with pytest.raises(ValueError, match=r"UNet is not a chain: the input is used by .*cat.*no place to cut: give"):
             petra.as_network(UNet())
 
     def test_control_flow(self):
-        with pytest.raises(ValueError, match=r"the forward of Encoder cannot be traced .*: give Encoder a method stages"):
+        with pytest.raises(ValueError, match=r"the forward of Encoder cannot be traced .*: give Encoder a method"):
             petra.as_network(Encoder())
 
     def test_dependence_on_the_mode(self):
@@ -357,7 +353,7 @@ class TestTracing:
                 return self.two(nn.functional.dropout(self.one(x), 0.5, self.training))
 
         module = Dropped().eval()
-        with pytest.raises(ValueError, match="the forward of Dropped depends on self.training at dropout"):
+        with pytest.raises(ValueError, match=r"the forward of Dropped depends on self.training at dropout"):
             petra.as_network(module)
         assert not module.training
         assert not module.one.training
@@ -375,5 +371,5 @@ class TestTracing:
         assert not any(layer.training for layer in network)
 
     def test_no_modules(self):
-        with pytest.raises(ValueError, match="network is a function: give an nn.Module"):
+        with pytest.raises(ValueError, match=r"network is a function: give an nn.Module"):
             petra.as_network(lambda x: x)

@@ -13,6 +13,7 @@ from petra.conversion.chain import block_layers, join_boundaries
 from petra.conversion.container import ReversibleBlocks
 from petra.conversion.converted_segment import ConvertedSegment
 from petra.conversion.hf_chain import hf_chain
+from petra.conversion.hidden_outputs import has_foreign_hooks
 from petra.conversion.module_network import ModuleNetwork
 from petra.conversion.part import Part
 from petra.conversion.traced_chain import traced_chain
@@ -54,7 +55,7 @@ def as_network(
         return module  # type: ignore[return-value]
     if not isinstance(module, nn.Module):
         raise ValueError(f"network is a {type(module).__name__}: give an nn.Module")
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_foreign_hooks(module):
         raise ValueError(
             f"{type(module).__name__} has hooks, which a trainer would not call, because it calls the layers one by "
             "one: register them on the layers"
@@ -124,7 +125,7 @@ def _untie(module: nn.Module) -> None:
             if parameter in seen:
                 inner._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             seen.add(parameter)
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if hasattr(config, "tie_word_embeddings"):  # otherwise `from_pretrained` would tie them again
         config.tie_word_embeddings = False
 

@@ -24,8 +24,8 @@ Norm = Callable[[Any], nn.Module]
 class BlockSpec:
     """A type of residual block of a library.
 
-    Without `post_norms`, a block computes a = x + f(x), y = a + g(a), or only y = x + f(x). With them, it is a post-norm block, which
-    normalises the sums: a = norm1(x + f(x)), y = norm2(a + g(a)).
+    Without `post_norms`, a block computes a = x + f(x), y = a + g(a), or only y = x + f(x). With them, it is a
+    post-norm block, which normalises the sums: a = norm1(x + f(x)), y = norm2(a + g(a)).
     """
 
     library: str

@@ -12,6 +12,7 @@ from torch import nn
 from petra.conversion.block_spec import BlockSpec, check_block
 from petra.conversion.container import Member, ReversibleBlocks
 from petra.conversion.converted_segment import ConvertedSegment
+from petra.conversion.hidden_outputs import refuse_hidden_outputs
 from petra.conversion.known_blocks import KNOWN_BLOCKS
 from petra.conversion.residual_views import KnownResidual, UserResidual
 from petra.reversible import ReversibleBlock, ReversibleResidual
@@ -67,6 +68,7 @@ def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
             f"It has {', '.join(seen)}. Known blocks are {_known()}. For other blocks, give "
             "split=lambda block: (f, g), a function that returns their residual functions, or None"
         )
+    refuse_hidden_outputs(copy)
     return copy
 
 

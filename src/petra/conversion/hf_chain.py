@@ -95,7 +95,7 @@ def _attention_mask(attention: Any, x: Tensor, keep: Streams, causal: bool) -> T
     """
     implementation = attention.config._attn_implementation
     # Mistral has no attribute, and all its layers have the window.
-    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    window: Any = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     length = x.shape[1]
     windowed = window is not None and length > window
     if not keep and not windowed and (not causal or implementation == "sdpa"):
@@ -125,9 +125,7 @@ _IMAGES = Family(("layers", "encoder.layer"), _embed_image, ("embeddings",), nor
 FAMILIES = {
     "GPT2Model": _GPT2,
     **dict.fromkeys(("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"), _DECODER),
-    **dict.fromkeys(
-        ("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel"), _ENCODER
-    ),
+    **dict.fromkeys(("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel"), _ENCODER),
     **dict.fromkeys(("ViTModel", "DeiTModel", "Dinov2Model", "Dinov2WithRegistersModel"), _IMAGES),
 }
 """The families of networks, by the class of the base network."""
@@ -298,4 +296,4 @@ def _last_tokens(config: Any, tokens: Tensor) -> Tensor:
     pad = config.pad_token_id
     if pad is None:
         return torch.full(tokens.shape[:1], tokens.shape[1] - 1, device=tokens.device)
-    return (torch.arange(tokens.shape[1], device=tokens.device) * (tokens != pad)).argmax(-1)
+    return (torch.arange(tokens.shape[1], device=tokens.device) * (tokens != pad)).argmax(-1)  # type: ignore[no-any-return]

@@ -41,7 +41,7 @@ class ModuleNetwork(Network):
         self.module.train(mode)
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the `state_dict()` of the module.
 
         Args:

@@ -59,8 +59,8 @@ def partial_view(owner: M, names: Iterable[str]) -> M:
     """
     inside: dict[str, list[str]] = {}
     for name in names:
-        first, _, rest = name.partition(".")
-        inside.setdefault(first, []).append(rest)
+        first, _, inner = name.partition(".")
+        inside.setdefault(first, []).append(inner)
     view = nn.Module.__new__(type(owner))
     view.__dict__ = dict(owner.__dict__)
     registered: dict[str, dict[str, Any]] = {"_modules": {}, "_parameters": {}, "_buffers": {}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-
 from torch import fx, nn
 
 from petra.conversion.chain import block_layers
@@ -225,6 +224,3 @@ def _name(node: fx.Node) -> str:
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-

@@ -33,6 +33,7 @@ from petra.pipeline.stage import Loss, OptimizerFactory
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import SequentialSchedule
 from petra.trainer import state as states
+from petra.trainer.early_loss import check_loss_early
 from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
 from petra.trainer.schedules import choose_schedule
 from petra.trainer.validation import (
@@ -62,8 +63,8 @@ class Trainer:
     each replica trains on its own share of every micro-batch, and updates use the mean gradient of all replicas.
 
     Args:
-        network: A `petra.Network`, an `nn.Sequential`, or another module that `petra.as_network` can cut into layers. It
-            is trained in place; its modules keep the modes (`train()` or `eval()`) that they are in.
+        network: A `petra.Network`, an `nn.Sequential`, or another module that `petra.as_network` can cut into layers.
+            It is trained in place; its modules keep the modes (`train()` or `eval()`) that they are in.
         loss: A function of outputs and targets that returns one number.
         optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen.
         method: The name of a training method (`petra methods` lists them), or a `petra.Method`.
@@ -143,6 +144,7 @@ class Trainer:
         self.network = network
         """The network; if it was another module, its layers as `as_network` returns them."""
         self.loss = loss
+        self._loss_checked = len(cuts) == 1 or isinstance(self.schedule, SequentialSchedule)
         graph_capture = make_graph_capture(self.device, position, cuda_graph)
         self.layout = {
             "method": self.method.name,
@@ -240,6 +242,10 @@ class Trainer:
         check_frozen(self._frozen, self.stages, self._names)
         streams = as_streams(inputs)
         check_batch(streams, targets, self.executor.microbatches, self.transport.position.replicas)
+        if not self._loss_checked:
+            with self.transport.raise_on_all_ranks():
+                check_loss_early(self.executor, self.loss, self.device, streams, targets)
+            self._loss_checked = True
         # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one.
         waits = not isinstance(self.schedule, SequentialSchedule)
         return self.executor.tick(
