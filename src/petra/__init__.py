@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from petra import models, optim
-    from petra.conversion import ConversionReport, conversion_report, make_reversible
+    from petra.conversion import ConversionReport, as_network, conversion_report, make_reversible
     from petra.distributed import JobFailed, LostRank
     from petra.methods import METHODS, LayerError, Method
     from petra.pipeline import Diverged, MicrobatchResult, NonFiniteLoss
@@ -62,6 +62,7 @@ __all__ = [
     "ScheduleError",
     "Trainer",
     "__version__",
+    "as_network",
     "check_invertible",
     "conversion_report",
     "load",
@@ -73,7 +74,7 @@ __all__ = [
 ]
 
 _PACKAGES = {
-    "conversion": ("ConversionReport", "conversion_report", "make_reversible"),
+    "conversion": ("ConversionReport", "as_network", "conversion_report", "make_reversible"),
     "distributed": ("JobFailed", "LostRank"),
     "methods": ("METHODS", "LayerError", "Method"),
     "pipeline": ("Diverged", "MicrobatchResult", "NonFiniteLoss"),

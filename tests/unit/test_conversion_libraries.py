@@ -165,6 +165,17 @@ class TestTransformers:
         with pytest.raises(ValueError, match=r"past_key_values was given .* with gradients enabled"):
             converted(input_ids=IDS, use_cache=True)
 
+    @pytest.mark.parametrize("output", ["output_hidden_states", "output_attentions"])
+    def test_outputs_of_single_blocks(self, output):
+        converted = make_reversible(self.gpt2(attn_implementation="eager"))
+        converted(input_ids=IDS, use_cache=False, **{output: False})
+        for network in (converted, converted.transformer):
+            with pytest.raises(ValueError, match=rf"{output} is on, but the blocks of GPT2\w+ are reversible"):
+                network(input_ids=IDS, use_cache=False, **{output: True})
+        setattr(converted.config, output, True)
+        with pytest.raises(ValueError, match=f"{output} is on"):
+            converted(input_ids=IDS, use_cache=False)
+
     def test_a_single_block_computes_the_same(self):
         network = randomised(self.gpt2(num_hidden_layers=3)).eval()
         network.transformer.h = nn.ModuleList(network.transformer.h[:1])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from petra import METHODS, LayerError, Network, NonFiniteLoss
+from petra.distributed.thread_transport import run_together
 
 
 @pytest.mark.parametrize("method", ["petra", "backprop"])
@@ -252,16 +253,36 @@ class TestErrors:
         with pytest.raises(ValueError, match="the loss does not depend on the outputs of the network"):
             trainer.step(*next(iter(batches(1))))
 
+    @pytest.mark.parametrize("options", [{"stages": 3}, {"stages": 1}, {"method": "backprop", "stages": 2}])
+    def test_losses_that_do_not_fit_on_the_first_batch(self, options):
+        network = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+        tokens = torch.randint(9, (2, 5))
+        trainer = make(network, **options)
+        with pytest.raises(
+            ValueError,
+            match=r"the loss fails on outputs of shape \(2, 5, 9\) and targets of shape \(2, 5\): .* so give "
+            r"loss=lambda outputs, targets: cross_entropy\(outputs.flatten\(0, 1\), targets.flatten\(\)\)",
+        ):
+            trainer.step(tokens, tokens)
+        trainer = make(network, loss=lambda o, y: nn.functional.mse_loss(o, y, reduction="none"), **options)
+        with pytest.raises(ValueError, match=r"the loss has shape \(2, 5, 9\): return one number"):
+            trainer.step(tokens, torch.zeros(2, 5, 9))
+
+    def test_losses_that_do_not_fit_on_ranks(self):
+        def work(transport):
+            torch.manual_seed(0)
+            network = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+            trainer = make(network, method="delayed", stages=3, transport=transport)
+            tokens = torch.zeros(2, 5, dtype=torch.long)
+            with pytest.raises((ValueError, RuntimeError), match=r"the loss fails on outputs of shape \(2, 5, 9\)"):
+                trainer.step(tokens, tokens)
+            return trainer.executor.microbatches
+
+        assert run_together(work, ranks=2) == [0, 0]
+
     def test_networks_that_are_not_lists_of_layers(self):
-        with pytest.raises(ValueError, match="network is a Linear"):
-            make(nn.Linear(2, 2))
-
-        class Doubled(nn.Sequential):
-            def forward(self, x):
-                return 2 * super().forward(x)
-
-        with pytest.raises(ValueError, match="Doubled has its own forward, which a trainer would not call"):
-            make(Doubled(nn.Linear(2, 2)))
+        with pytest.raises(ValueError, match=r"network is a list: give an nn.Module"):
+            make([nn.Linear(2, 2)])
         network = mixed_network()
         network.register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
         with pytest.raises(ValueError, match="Network has its own hooks"):

@@ -24,8 +24,8 @@ Norm = Callable[[Any], nn.Module]
 class BlockSpec:
     """A type of residual block of a library.
 
-    Without `post_norms`, a block computes a = x + f(x), y = a + g(a). With them, it is a post-norm block, which
-    normalises the sums: a = norm1(x + f(x)), y = norm2(a + g(a)).
+    Without `post_norms`, a block computes a = x + f(x), y = a + g(a), or only y = x + f(x). With them, it is a
+    post-norm block, which normalises the sums: a = norm1(x + f(x)), y = norm2(a + g(a)).
     """
 
     library: str
@@ -36,14 +36,16 @@ class BlockSpec:
     """Attributes that a block must have, with dots for those of submodules."""
     f: Function
     """The first residual function."""
-    g: Function
-    """The second residual function."""
+    g: Function | None
+    """The second residual function; None for a block y = x + f(x) with only one."""
     example: Callable[[Any], tuple[int, ...]]
     """Returns the shape of a small input."""
     post_norms: tuple[Norm, Norm] | None = None
     """The two norms of a post-norm block."""
     absent: tuple[str, ...] = ()
     """Attributes that a block must not have, such as a third residual function."""
+    arguments: Callable[[Any, Tensor], Mapping[str, Any]] = lambda block, x: {}
+    """Returns arguments that the block cannot do without, for the small input."""
     applies: Callable[[Any], bool] = lambda block: True
     """A further condition."""
 
@@ -58,12 +60,14 @@ class BlockSpec:
             and self.applies(block)
         )
 
-    def compose(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Compute the block's output from its two residual functions."""
-        a = x + self.f(block, x, {})
+    def compose(self, block: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        """Compute the block's output from its residual functions."""
+        a = x + self.f(block, x, kwargs)
         if self.post_norms is not None:
             a = self.post_norms[0](block)(a)
-        y = a + self.g(block, a, {})
+        if self.g is None:
+            return a
+        y = a + self.g(block, a, kwargs)
         return y if self.post_norms is None else self.post_norms[1](block)(y)
 
 
@@ -81,8 +85,9 @@ def check_block(spec: BlockSpec, block: nn.Module) -> bool:
     try:
         block.eval()
         with torch.no_grad():
-            output = block.forward(x)
-            composed = spec.compose(block, x)
+            kwargs = spec.arguments(block, x)
+            output = block.forward(x, **kwargs)
+            composed = spec.compose(block, x, kwargs)
     except Exception as error:
         raise ValueError(
             f"{name} fails on an input of shape {tuple(x.shape)}, {x.dtype} on {x.device} ({error}): move the network "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from inspect import signature
 from itertools import groupby
@@ -12,9 +12,10 @@ from torch import nn
 from petra.conversion.block_spec import BlockSpec, check_block
 from petra.conversion.container import Member, ReversibleBlocks
 from petra.conversion.converted_segment import ConvertedSegment
+from petra.conversion.hidden_outputs import refuse_hidden_outputs
 from petra.conversion.known_blocks import KNOWN_BLOCKS
 from petra.conversion.residual_views import KnownResidual, UserResidual
-from petra.reversible import ReversibleBlock
+from petra.reversible import ReversibleBlock, ReversibleResidual
 
 Split = Callable[[nn.Module], tuple[nn.Module, nn.Module] | None]
 """Returns the two residual functions of a block, or None if it is not to be converted."""
@@ -67,6 +68,7 @@ def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
             f"It has {', '.join(seen)}. Known blocks are {_known()}. For other blocks, give "
             "split=lambda block: (f, g), a function that returns their residual functions, or None"
         )
+    refuse_hidden_outputs(copy)
     return copy
 
 
@@ -142,15 +144,17 @@ def _segment(blocks: dict[str, nn.Module], choices: list[Choice]) -> ConvertedSe
     return ConvertedSegment(list(blocks), list(blocks.values()), layers)
 
 
-def _known_layers(spec: BlockSpec, blocks: list[nn.Module]) -> list[ReversibleBlock]:
+def _known_layers(spec: BlockSpec, blocks: list[nn.Module]) -> Sequence[ReversibleBlock | ReversibleResidual]:
+    if spec.g is None:  # the streams change places, so that the functions of consecutive blocks alternate
+        return [ReversibleResidual(KnownResidual(block, spec.f)) for block in blocks]
     if spec.post_norms is None:
         return [ReversibleBlock(KnownResidual(block, spec.f), KnownResidual(block, spec.g)) for block in blocks]
     # Each norm stays in front of the function that it precedes: norm2 of one block in front of f of the next.
     norm1, norm2 = spec.post_norms
     layers = []
     for before, block in zip((None, *blocks), blocks, strict=False):
-        f = KnownResidual(block, spec.f) if before is None else KnownResidual(block, spec.f, before, norm2)
-        layers.append(ReversibleBlock(f, KnownResidual(block, spec.g, block, norm1)))
+        f = KnownResidual(block, spec.f, before, None if before is None else norm2, last_norm=norm2)
+        layers.append(ReversibleBlock(f, KnownResidual(block, spec.g, block, norm1, last_norm=norm2)))
     return layers
 
 

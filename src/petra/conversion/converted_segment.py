@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from petra.conversion.block_spec import Norm
 from petra.conversion.residual_views import ByReference
-from petra.reversible import ReversibleBlock, reversible_segment
+from petra.reversible import ReversibleLayer, reversible_segment
+from petra.reversible.streams import Streams
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments of Hugging Face blocks to which attention appends keys and values."""
@@ -22,6 +23,20 @@ UNSUPPORTED = {
     "output_attentions": "a segment of reversible blocks keeps no attention maps",
 }
 """Arguments that cannot be used, with the reason."""
+
+
+def additive_split(x: Tensor) -> Streams:
+    """Return the two streams x1 = x2 = x, and x itself for `additive_join`.
+
+    Sums that are subtracted again need float32.
+    """
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x, x, x
+
+
+def additive_join(x1: Tensor, x2: Tensor, x: Tensor) -> Tensor:
+    """Return x plus all residuals."""
+    return x1 + x2 - x
 
 
 class ConvertedSegment:
@@ -35,11 +50,12 @@ class ConvertedSegment:
         self,
         names: Sequence[str],
         blocks: Sequence[nn.Module],
-        layers: Sequence[ReversibleBlock],
+        layers: Sequence[ReversibleLayer],
         *,
         returns_tuple: bool = False,
         final_norm: Norm | None = None,
     ) -> None:
+        self.__name__ = "segment"  # which tracers read
         self.names = tuple(names)
         """The names of the blocks in their container."""
         self.blocks = tuple(blocks)
@@ -47,17 +63,25 @@ class ConvertedSegment:
         """The reversible layers, whose f and g are views on the blocks."""
         self.returns_tuple = returns_tuple
         """True if the blocks return tuples."""
+        self.split = additive_split
+        """Makes streams of the input: the two that the layers change, and others for `join`."""
+        self.join = additive_join
+        """Makes the output of the streams."""
+        self.streams = 3
+        """The number of streams of `split`."""
         self.final_norm = final_norm
         """For post-norm blocks: the norm of the last block, which is applied to the output."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        given, kwargs = self._bind(args, kwargs)
-        # Sums that are subtracted again need float32; the blocks receive the dtype that they expect.
-        x = given
-        if given.dtype in (torch.float16, torch.bfloat16):
-            x, kwargs["precision"] = given.float(), given.dtype
-        x1, x2 = reversible_segment(self.layers, (x, x), **kwargs)
-        y = (x1 + x2 - x).to(given.dtype)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (proxy := next((x for x in args if isinstance(x, fx.Proxy)), None)) is not None:
+            output = proxy.tracer.create_proxy("call_function", self, args, kwargs)
+            return (output,) if self.returns_tuple else output
+        given, kwargs = self.bind(args, kwargs)
+        streams = self.split(given)
+        if streams[0].dtype != given.dtype:  # the blocks receive the dtype that they expect
+            kwargs["precision"] = given.dtype
+        outputs = reversible_segment(self.layers, streams[:2], **kwargs)
+        y = self.join(*outputs, *streams[2:]).to(given.dtype)
         if self.final_norm is not None:
             y = self.final_norm(self.blocks[-1])(y)
         return (y,) if self.returns_tuple else y
@@ -67,7 +91,7 @@ class ConvertedSegment:
             raise AttributeError(name)
         return getattr(self.blocks[0], name)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Return the input, and the other arguments under their names in the blocks' signature."""
         signature = inspect.signature(self.blocks[0].forward)
         bound = signature.bind(*args, **kwargs).arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,23 @@ class ByReference:
 
 
 class ResidualView(nn.Module, ABC):
-    """A residual function of a block. The block owns the parameters; nothing is copied."""
+    """A residual function of a block. The block owns the parameters; nothing is copied.
 
-    def __init__(self, block: nn.Module) -> None:
+    Args:
+        block: The block.
+        parts: The modules that the view has as submodules: those whose parameters the function may use.
+    """
+
+    def __init__(self, block: nn.Module, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.block = block
+        self.parts = nn.ModuleList(parts)
+        # In a tuple, because a part of the block can belong to another view: the last norm of a post-norm block.
+        self._block = (block,)
+
+    @property
+    def block(self) -> nn.Module:
+        """The block."""
+        return self._block[0]
 
     def forward(self, x: Tensor, *, precision: torch.dtype | None = None, **kwargs: Any) -> Tensor:
         """Evaluate the function at x, cast to `precision`, the dtype of the block, if the streams have a higher one."""
@@ -41,20 +53,27 @@ class ResidualView(nn.Module, ABC):
 class KnownResidual(ResidualView):
     """A residual function of a known block, preceded by the `norm` of the block `owner` if these are given.
 
-    It looks up the submodules of the block in every call, so they may be replaced.
+    It looks up the submodules of the block in every call, so they may be replaced. `last_norm` is the norm at the end
+    of a post-norm block, which precedes the function of the next block and is used there.
     """
 
     def __init__(
-        self, block: nn.Module, function: Function, owner: nn.Module | None = None, norm: Norm | None = None
+        self,
+        block: nn.Module,
+        function: Function,
+        owner: nn.Module | None = None,
+        norm: Norm | None = None,
+        last_norm: Norm | None = None,
     ) -> None:
-        super().__init__(block)
+        parts = [block] if last_norm is None else modules_without(block, last_norm(block))
+        super().__init__(block, parts if norm is None or owner is block else [*parts, norm(owner)])
         self.function = function
-        self.owner = owner
+        self._owner = (owner,)
         self.norm = norm
 
     def evaluate(self, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         if self.norm is not None:
-            x = self.norm(self.owner)(x)
+            x = self.norm(self._owner[0])(x)
         return self.function(self.block, x, kwargs)
 
 
@@ -62,7 +81,7 @@ class UserResidual(ResidualView):
     """A residual function that the user's `split` made from the block."""
 
     def __init__(self, block: nn.Module, function: nn.Module) -> None:
-        super().__init__(block)
+        super().__init__(block, [block])
         owned = {id(tensor) for tensor in (*block.parameters(), *block.buffers())}
         if any(id(tensor) not in owned for tensor in (*function.parameters(), *function.buffers())):
             raise ValueError(
@@ -78,6 +97,16 @@ class UserResidual(ResidualView):
         for module in self.added:  # train() and eval() of the network do not reach these
             module.training = self.block.training
         return first_tensor(self.function(x, **kwargs))
+
+
+def modules_without(module: nn.Module, other: nn.Module) -> list[nn.Module]:
+    """Return the largest modules inside `module` that do not contain `other`, which together hold all the rest."""
+    if other not in set(module.modules()):
+        return [module]
+    if module is other:
+        return []
+    assert not module._parameters, f"{type(module).__name__} has parameters beside those of its submodules"
+    return [part for child in module.children() for part in modules_without(child, other)]
 
 
 def attend(module: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:

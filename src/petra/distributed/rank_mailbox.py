@@ -49,6 +49,17 @@ class RankMailbox(LocalMailbox):
         self._pending_forward: dict[tuple[int, int], PendingReceive] = {}  # by stage and micro-batch
         self._pending_backward: dict[tuple[int, int], PendingReceive] = {}
 
+    def network_outputs(self, inputs: Shapes) -> Streams:
+        """Return the outputs of the network in evaluation mode, as tensors on the meta device.
+
+        Args:
+            inputs: The shapes and dtypes of the inputs of the network.
+
+        Returns:
+            The outputs.
+        """
+        return self._shape_inference.network_outputs(inputs)
+
     def read(self, microbatch: int, inputs: Streams, targets: Any, weight: float) -> None:
         if 0 in self._owned:
             self.forward[0][microbatch] = inputs

@@ -96,6 +96,18 @@ class ShapeInference:
             self._evaluated[inputs] = templates
         return self._evaluated[inputs]
 
+    def network_outputs(self, inputs: Shapes) -> Streams:
+        """Return the outputs of the network in evaluation mode.
+
+        Args:
+            inputs: The shapes and dtypes of the inputs of the network.
+
+        Returns:
+            Tensors on the meta device.
+        """
+        streams = tuple(x for x in self.outputs(inputs)[-1] if x is not None)
+        return self._stages[-1].predict(self._format.unpack(streams))
+
     def _run(self, streams: Streams) -> MessageShapes:
         forward: list[Template] = []
         for stage in self._stages:

@@ -17,7 +17,7 @@ from petra.corrections import PeakLearningRates, StageCorrections, scaled_learni
 from petra.methods import BackwardMessage, Method, SavedState, StageLayers, Synthesizer
 from petra.optim import CapturableOptimizer, optimizers_of
 from petra.pipeline.accumulation import accumulate, set_zero_gradients
-from petra.pipeline.results import MicrobatchResult, check_finite, check_loss
+from petra.pipeline.results import MicrobatchResult, check_finite, check_loss, evaluate_loss
 from petra.pipeline.weight_stash import WeightStash
 from petra.reversible.gradients import vjp
 from petra.reversible.streams import Streams, leaves, single
@@ -160,13 +160,7 @@ class Stage:
         assert self.loss is not None
         leaf = leaves(outputs)
         with torch.enable_grad():
-            loss = self.loss(single(leaf), targets)
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"the loss returns {type(loss).__name__}: return one number, as a tensor")
-        if loss.numel() != 1:
-            raise ValueError(
-                f"the loss has shape {tuple(loss.shape)}: return one number, such as the mean over samples"
-            )
+            loss = evaluate_loss(self.loss, single(leaf), targets)
         if not self._loss_checked:
             check_loss(loss, leaf)
             self._loss_checked = True

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from petra import methods
+from petra.conversion import as_network
+from petra.conversion.module_network import weight_owner
 from petra.corrections import Correction
 from petra.cudagraph import TickCapture
 from petra.distributed import RankMailbox, SingleProcess, Transport
@@ -33,6 +35,7 @@ from petra.pipeline.stage import Loss
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import SequentialSchedule
 from petra.trainer import state as states
+from petra.trainer.early_loss import check_loss_early
 from petra.trainer.early_stopping import EarlyStopping
 from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
 from petra.trainer.schedules import choose_schedule
@@ -52,6 +55,7 @@ from petra.trainer.validation import (
     make_scheduler,
     make_stage_corrections,
     place_stages,
+    stages_of_weights,
 )
 
 if TYPE_CHECKING:
@@ -67,8 +71,8 @@ class Trainer:
     each replica trains on its own share of every micro-batch, and updates use the mean gradient of all replicas.
 
     Args:
-        network: The layers, as `nn.Sequential` or `petra.Network`. It is trained in place; its modules keep the modes
-            (`train()` or `eval()`) that they are in.
+        network: A `petra.Network`, an `nn.Sequential`, or another module that `petra.as_network` can cut into layers.
+            It is trained in place; its modules keep the modes (`train()` or `eval()`) that they are in.
         loss: A function of outputs and targets that returns one number.
         optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen. It may return a
             list of optimizers. A function with an argument `named_parameters` gets pairs of name and parameter; one
@@ -115,7 +119,7 @@ class Trainer:
 
     def __init__(
         self,
-        network: nn.Sequential,
+        network: nn.Module,
         *,
         loss: Loss,
         optimizer: OptimizerFactory,
@@ -136,6 +140,7 @@ class Trainer:
         corrections: Sequence[str | Correction] = (),
         cuda_graph: bool | None = None,
     ) -> None:
+        network = as_network(network)
         check_network(network)
         check_clip(clip, clip_norm)
         self.device = torch.device(device) if device is not None else device_of(network)
@@ -150,7 +155,9 @@ class Trainer:
         self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule, flush_until, position.ranks)
         self.corrections = choose_corrections(corrections, self.method, self.schedule)
         self.network = network
+        """The network; if it was another module, its layers as `as_network` returns them."""
         self.loss = loss
+        self._loss_checked = len(cuts) == 1 or isinstance(self.schedule, SequentialSchedule)
         graph_capture = make_graph_capture(self.device, position, cuda_graph)
         self.layout: dict[str, Any] = {
             "method": self.method.name,
@@ -181,6 +188,7 @@ class Trainer:
             transport.check_agreement({**self.layout, **names})
         crossings = [(a, b) for a, b in pairwise(self.placement) if a != b]
         transport.connect([*crossings, *((b, a) for a, b in crossings)])
+        self._stage_of = stages_of_weights(network, cuts)  # before weights move to the meta device
         builder = StageBuilder(
             list(network),
             self.method,
@@ -216,8 +224,6 @@ class Trainer:
                 self.executor.capture.ineligible_reason = "gradients are clipped by the norm over all stages"
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         self._frozen = [p for stage in built for p in stage.parameters if not p.requires_grad]
-        names_of_layers = list(network._modules)  # named_children would leave a layer out that comes twice
-        self._stage_of = {names_of_layers[i]: index for index, cut in enumerate(cuts) for i in cut}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
@@ -276,6 +282,10 @@ class Trainer:
         check_frozen(self._frozen, self.stages, self._names)
         streams = as_streams(inputs)
         check_batch(streams, targets, self.executor.microbatches, self.transport.position.replicas)
+        if not self._loss_checked:
+            with self.transport.raise_on_all_ranks():
+                check_loss_early(self.executor, self.loss, self.device, streams, targets)
+            self._loss_checked = True
         # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one.
         waits = not isinstance(self.schedule, SequentialSchedule)
         return self.executor.tick(
@@ -404,7 +414,9 @@ class Trainer:
         found: dict[str, Tensor] = {}
         for stage, rank in enumerate(self.placement):
             found |= self.transport.gather_to_main(rank, own.get(stage, {}))
-        return found if self.transport.position.is_main else None
+        if not self.transport.position.is_main:
+            return None
+        return {name: found[name] for name in self.network.state_dict() if name in found}
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, optimizers and everything in flight, from which `load_state_dict` continues exactly.
@@ -452,7 +464,7 @@ class Trainer:
         flights = {}
         for stage in self.stages:
             saved = state["stages"][stage.index]
-            states.load_network(self.network, networks[stage.index], saved["weights"]["network"])
+            states.load_network(weight_owner(self.network), networks[stage.index], saved["weights"]["network"])
             states.load_weights(stage, saved["weights"], self._names)
             flights[stage.index] = flight = states.moved(saved["flight"], self.device)
             stage.load_in_flight_state_dict(flight)
@@ -481,7 +493,7 @@ class Trainer:
                 states.check_network(networks[stage.index], network)
                 states.check_weights(stage, saved, self._names)
         for stage in self.stages:
-            states.load_network(self.network, networks[stage.index], network)
+            states.load_network(weight_owner(self.network), networks[stage.index], network)
             # Zero features come before the first micro-batch of all.
             blank = 0 if state["executor"]["start"] else self.schedule.zero_gradient_updates(stage.index)
             states.load_drained(stage, saved, self._names, blank)
@@ -493,7 +505,7 @@ class Trainer:
     def _network_of(self, stage: int) -> dict[str, Any]:
         """Return a stage's part of the state. Entries of the network itself are in the first stage."""
         found = self.network.state_dict()
-        return {name: value for name, value in found.items() if self._stage_of.get(name.split(".")[0], 0) == stage}
+        return {name: value for name, value in found.items() if self._stage_of.get(name, 0) == stage}
 
 
 def weights_hash(network: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petra.conversion import ModuleNetwork
 from petra.corrections import Correction, PeakLearningRates, StageCorrections, choose
 from petra.cudagraph import CudaGraphCapture, GraphCapture
 from petra.distributed import RankPosition
@@ -230,6 +231,27 @@ def check_float32(network: nn.Module) -> None:
             )
 
 
+def stages_of_weights(network: nn.Sequential, cuts: Sequence[range]) -> dict[str, int]:
+    """Return the stage of each entry of the network's `state_dict`; those of no layer are left out."""
+    if not isinstance(network, ModuleNetwork):
+        names = list(network._modules)  # named_children would leave a layer out that comes twice
+        stages = {names[i]: index for index, cut in enumerate(cuts) for i in cut}
+        return {name: stages[first] for name in network.state_dict() if (first := name.split(".")[0]) in stages}
+    held: dict[Tensor, int] = {}
+    modules: dict[nn.Module, int] = {}
+    for index, cut in enumerate(cuts):
+        for i in cut:
+            modules.update(dict.fromkeys(network[i].modules(), index))
+            held.update(dict.fromkeys((*network[i].parameters(), *network[i].buffers()), index))
+    found = {}
+    for name, value in network.module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value in held:
+            found[name] = held[value]
+        elif (owner := network.module.get_submodule(name.rpartition(".")[0])) in modules:  # extra state
+            found[name] = modules[owner]
+    return found
+
+
 def check_no_sharing(network: nn.Sequential, cuts: list[range]) -> None:
     """Raise ValueError if two stages share a weight or a buffer."""
     owner: dict[Tensor, int] = {}
@@ -237,10 +259,22 @@ def check_no_sharing(network: nn.Sequential, cuts: list[range]) -> None:
         for layer in cut:
             for name, tensor in (*network[layer].named_parameters(), *network[layer].named_buffers()):
                 if owner.setdefault(tensor, index) != index:
+                    if isinstance(network, ModuleNetwork):
+                        raise ValueError(_tied(network.module, tensor, owner[tensor], index))
                     raise ValueError(
                         f"{name} of layer {layer} is shared by stages {owner[tensor]} and {index}, but each stage owns "
                         "its weights: put the layers that share it into one stage"
                     )
+
+
+def _tied(module: nn.Module, tensor: Tensor, first: int, second: int) -> str:
+    """Return the error message for a tensor of a module that two stages share."""
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    names = " and ".join(name for name, value in tensors if value is tensor)
+    return (
+        f"{names} of {type(module).__name__} share one tensor, but are in stages {first} and {second}, and each stage "
+        f"owns its weights: give petra.as_network(module, untie=True), which copies the tensor, or use one stage"
+    )
 
 
 def check_frozen(frozen: Sequence[nn.Parameter], stages: Sequence[Stage], names: Mapping[Tensor, str]) -> None:
