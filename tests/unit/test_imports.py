@@ -22,7 +22,7 @@ ALLOWED = {
     "distributed": ENGINE,
     "cudagraph": ENGINE,
     "measure": ENGINE | {"distributed"},
-    "trainer": ENGINE | {"distributed", "cudagraph", "data"},
+    "trainer": ENGINE | {"conversion", "distributed", "cudagraph", "data"},
     "runs": ENGINE | {"distributed", "cudagraph", "models", "data", "measure", "trainer"},
     "cli": ENGINE | {"distributed", "cudagraph", "models", "data", "measure", "trainer", "runs"},
 }
