@@ -15,8 +15,8 @@ from petra.cli.main import main
 from petra.cli.options import add_checkpoint_options, add_run_options, given
 from petra.runs.config import RunConfig
 
-NAMES = ("run", "plans", "results", "summary", "trials", "cut_tokens", "made_text", "weight_tying")
-run, plans, results, summary, trials, cut_tokens, made_text, weight_tying = import_scripts(
+NAMES = ("run", "plans", "results", "summary", "trials", "cut_tokens", "excerpts", "made_text", "weight_tying")
+run, plans, results, summary, trials, cut_tokens, excerpts, made_text, weight_tying = import_scripts(
     "experiments/language", *NAMES
 )
 Choices, PLANS, Trial = plans.Choices, plans.PLANS, trials.Trial
@@ -84,6 +84,18 @@ def test_a_training_split_is_cut(tmp_path):
     assert (tmp_path / "short" / "test.bin").read_bytes() == (source / "test.bin").read_bytes()
     with pytest.raises(ValueError, match=r"--train-tokens is 41, but .* has 40 training tokens"):
         cut_tokens.cut_tokens(source, tmp_path / "long", 41)
+
+
+def test_excerpts_begin_at_equal_distances(tmp_path, capsys):
+    text = "abc\n\n\n\nd" + "0123456789" * 3 + "xy"
+    assert excerpts.excerpts(text, 2, 8) == "abc\n\nd\n\n\n23456789"
+    (tmp_path / "text").write_text(text)
+    asked = [str(tmp_path / "text"), str(tmp_path / "out"), "--length", "4", "--excerpts"]
+    excerpts.main([*asked, "4"])
+    assert (tmp_path / "out").read_text().split("\n\n\n") == ["abc", "2345", "2345", "2345"]
+    with pytest.raises(SystemExit):
+        excerpts.main([*asked, "20"])
+    assert "20 excerpts of 4 characters are longer than the text with 40" in capsys.readouterr().err
 
 
 def test_tied_weights_are_compared(tmp_path, capsys):
