@@ -1,7 +1,4 @@
-"""A small text from a large one: excerpts at equal distances, for trainings of a small model on a CPU.
-
-    python experiments/language/excerpts.py train.txt small-train.txt --excerpts 250 --length 20000
-"""
+"""A small text from a large one: excerpts at equal distances, for trainings of a small model on a CPU."""
 
 from __future__ import annotations
 

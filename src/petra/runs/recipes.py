@@ -92,7 +92,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "gpt-books",
             "a reversible GPT of 25M parameters, exact pipeline of 8 stages: give --data tokens:FOLDER; for PETRA, add "
-            "--schedule low-staleness",
+            "--schedule low-staleness and keep Muon and --accumulate 16 or more",
             {
                 **_TRANSFORMER,
                 "model": "rev-gpt-25m",
@@ -131,7 +131,8 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "rev-vit-cifar10",
-            "Rev-ViT-S with patches of 4×4 on CIFAR-10, with exact gradients: give --data FOLDER",
+            "Rev-ViT-S with patches of 4×4 on CIFAR-10, with exact gradients: give --data FOLDER; PETRA with k = 1 "
+            "does not train it well",
             {
                 **_TRANSFORMER,
                 "model": "rev-vit-s",
