@@ -1,7 +1,7 @@
 """What it costs that a pipeline cannot tie the weights of embedding and head: a plain training loop with and without.
 
     python experiments/language/weight_tying.py --data books-8k                  # on a GPU
-    python experiments/language/weight_tying.py --data books-1k --divide 4 --device cpu --sequences 32 --seq-len 128
+    python experiments/language/weight_tying.py --data books-1k --divide 8 --device cpu --sequences 32 --seq-len 64
     python experiments/language/weight_tying.py --data tokens --smoke            # tiny, on the CPU; stores nothing
 
 Embedding and head are in different stages, each with its own optimizer and perhaps in another process, so they cannot
