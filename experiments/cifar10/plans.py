@@ -24,6 +24,8 @@ def trial(model: str, method: str, seed: int = 0, *, tag: str = "", command: str
     exact = method in ("backprop", "reversible")
     stages = 1 if exact else 10 if model.endswith("18") else 18
     made = {"model": model, "method": method, "stages": stages, **options}
+    if options.get("schedule") == "lock-step" and stages == 18 and "lr" not in options:
+        made["lr"] = 0.025 * options["accumulate"]  # the paper's rule; the default is lower, because of the staleness
     words = [model, method]
     if not exact and "schedule" in options:
         words.append(options["schedule"])

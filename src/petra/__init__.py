@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from petra.runs import load
     from petra.schedule import Deadlock, ScheduleError
-    from petra.trainer import Callback, EarlyStopping, Evaluation, FitResult, Trainer
+    from petra.trainer import Callback, EarlyStopping, Evaluation, FitResult, StalenessWarning, Trainer
 
 __version__ = "0.1.0"
 
@@ -60,6 +60,7 @@ __all__ = [
     "ReversibleLayer",
     "ReversibleResidual",
     "ScheduleError",
+    "StalenessWarning",
     "Trainer",
     "__version__",
     "as_network",
@@ -80,7 +81,7 @@ _PACKAGES = {
     "pipeline": ("Diverged", "MicrobatchResult", "NonFiniteLoss"),
     "runs": ("load",),
     "schedule": ("Deadlock", "ScheduleError"),
-    "trainer": ("Callback", "EarlyStopping", "Evaluation", "FitResult", "Trainer"),
+    "trainer": ("Callback", "EarlyStopping", "Evaluation", "FitResult", "StalenessWarning", "Trainer"),
 }
 """The packages that define the names above; the others are in `petra.reversible`."""
 

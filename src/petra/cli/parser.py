@@ -21,6 +21,7 @@ COMMANDS = {
     "fidelity": ("fidelity", "train, and compare gradients with those of backprop"),
     "plot": ("plot", "draw runs side by side"),
     "memory": ("memory", "count activations for several numbers of stages"),
+    "advise": ("advise", "recommend a method, k and a learning rate"),
     "plan": ("plan", "find where to cut a network for several processes"),
     "schedule": ("schedule", "draw a schedule"),
     "methods": ("lists", "list the training methods"),

@@ -27,6 +27,7 @@ from petra.trainer.loop import LoopSettings
 from petra.trainer.loss import cross_entropy
 from petra.trainer.lr_schedules import LR_SCHEDULES, CosineLRSchedule, StepLRSchedule
 from petra.trainer.schedules import accepts, choose_schedule
+from petra.trainer.stability import largest_lr
 from petra.trainer.validation import choose_corrections
 
 ADAPTIVE = ("adamw", "nadamw", "muon", "soap")
@@ -140,10 +141,20 @@ class RunConfig(RunOptions):
 
     @property
     def base_lr(self) -> float:
-        """The learning rate after warm-up: as given, or the paper's rule for sgd and 1e-3 for the others."""
+        """The learning rate after warm-up: as given, or the default of the optimizer.
+
+        For sgd, that is the paper's rule, or less if gradients are so late that it would be likely to diverge.
+        """
         if self.lr is not None:
             return self.lr
-        return 1e-3 if self.optimizer in ADAPTIVE else optimizers.base_learning_rate(self.batch_size, self.accumulate)
+        if self.optimizer in ADAPTIVE:
+            return 1e-3
+        rule, method = optimizers.base_learning_rate(self.batch_size, self.accumulate), methods.find(self.method)
+        if not method.stale or any(name.startswith("inertia") for name in self.corrections):
+            return rule
+        stages = self.stages if isinstance(self.stages, int) else len(self.stages)
+        schedule = choose_schedule(method, stages, self.accumulate, self.schedule, self.flush_until)
+        return min(rule, largest_lr(schedule, self.beta1))
 
     @property
     def decay(self) -> float:

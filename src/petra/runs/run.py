@@ -128,7 +128,8 @@ class Run(TrainingLoop):
             self.progress_bar.write(f"there is no checkpoint in {folder}: the run starts from the beginning")
         if setup.weights_message is not None:
             self.progress_bar.write(setup.weights_message)
-        for line in config_warnings(config, self.trainer, len(self.train)):
+        self._run_trainer = trainer
+        for line in config_warnings(config, trainer, len(self.train)):
             self.progress_bar.write(line)
         self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
 
@@ -191,6 +192,8 @@ class Run(TrainingLoop):
     def _after_tick(self) -> None:
         self._trace()
         self._note_captures()
+        for line in self._run_trainer.take_messages():
+            self.progress_bar.write(line)
 
     def _before_end(self) -> None:
         self._trace(ending=True)

@@ -125,7 +125,7 @@ class RunOptions:
         help="learning rate after warm-up",
         group=TRAINING,
         minimum=0,
-        default_text="0.1 · batch size · K / 256; 1e-3 except for sgd",
+        default_text="0.1 · batch size · K / 256, or less where gradients are very late; 1e-3 except for sgd",
     )
     momentum: float | None = option(
         None,

@@ -19,6 +19,22 @@ from petra.runs.weight_files import init_weights
 from petra.trainer.trainer import Trainer
 
 
+class RunTrainer(Trainer):
+    """A trainer whose warnings are kept for the run to print, in one line each."""
+
+    def _warn(self, text: str) -> None:
+        self.__dict__.setdefault("_messages", []).append(_as_options(text))
+
+    def take_messages(self) -> list[str]:
+        """Return the warnings since the last call.
+
+        Returns:
+            One line for each.
+        """
+        found: list[str] = self.__dict__.pop("_messages", [])
+        return found
+
+
 @dataclass
 class TrainerSetup:
     """Builds trainers of one run, which differ in their stages only."""
@@ -43,7 +59,7 @@ class TrainerSetup:
         placement: Sequence[int] | None = None,
         cuda_graph: bool | None = False,
         flush_until: int | None = None,
-    ) -> Trainer:
+    ) -> RunTrainer:
         """Build a trainer.
 
         Args:
@@ -66,7 +82,7 @@ class TrainerSetup:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if config.compile:
             network.compile_functions()
-        return Trainer(
+        return RunTrainer(
             network,
             loss=config.loss,
             optimizer=partial(config.make_optimizer, hidden=hidden_matrices(network)),
@@ -88,7 +104,7 @@ class TrainerSetup:
         )
 
 
-def config_warnings(config: RunConfig, trainer: Trainer, batches: int) -> Iterator[str]:
+def config_warnings(config: RunConfig, trainer: RunTrainer, batches: int) -> Iterator[str]:
     """Yield one line for each option that is allowed, but seldom intended."""
     epochs = config.training_epochs(batches)
     if config.warmup_epochs is not None and 0 < epochs <= config.warmup_epochs:
@@ -99,3 +115,20 @@ def config_warnings(config: RunConfig, trainer: Trainer, batches: int) -> Iterat
             f"no layer of {config.model} is reversible, so {config.method} stores their inputs and computes them "
             "again: `petra models` lists reversible networks"
         )
+    yield from trainer.take_messages()
+
+
+def _as_options(text: str) -> str:
+    """Replace the arguments of a trainer in a warning by the options of the command line."""
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
+
+
+_OPTIONS = {
+    "corrections=['predict', 'inertia:4']": "--corrections predict,inertia:4",
+    "schedule='1f1b'": "--schedule 1f1b",
+    "accumulate=": "--accumulate ",
+    "lr=": "--lr ",
+    "Muon and": "--optimizer muon and",
+}

@@ -46,7 +46,7 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
 
 def count_correct(outputs: Any, targets: Any) -> Tensor | None:
     """Return how many outputs have their largest entry at the target; None unless the outputs are logits of classes."""
-    classes = _classes(outputs, targets)
+    classes = class_dimension(outputs, targets)
     if classes is None:
         return None
     correct: Tensor = (outputs.argmax(dim=classes) == targets).sum()
@@ -58,7 +58,7 @@ def count_answers(outputs: Any, targets: Any, samples: int) -> Tensor | int:
 
     Cross-entropy ignores negative targets, such as -100, too.
     """
-    classifies = _classes(outputs, targets) is not None or _projects(outputs, targets)
+    classifies = class_dimension(outputs, targets) is not None or _projects(outputs, targets)
     return (targets >= 0).sum() if classifies else samples
 
 
@@ -71,7 +71,7 @@ def _projects(outputs: Any, targets: Any) -> bool:
     return bool(weight.ndim == 2 and fits and not targets.is_floating_point())
 
 
-def _classes(outputs: Any, targets: Any) -> int | None:
+def class_dimension(outputs: Any, targets: Any) -> int | None:
     """Return the dimension of ``outputs`` that has two or more classes for each target; None if there is none.
 
     It is the last one of (samples, classes) or (samples, tokens, classes), or else the second one, as in PyTorch:

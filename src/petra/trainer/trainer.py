@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -35,10 +36,13 @@ from petra.pipeline.stage import Loss
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import SequentialSchedule
 from petra.trainer import state as states
+from petra.trainer.advisor import Advisor
+from petra.trainer.defaults import TrainingDefaults
 from petra.trainer.early_loss import check_loss_early
 from petra.trainer.early_stopping import EarlyStopping
 from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
 from petra.trainer.schedules import choose_schedule
+from petra.trainer.stability import StalenessWarning
 from petra.trainer.validation import (
     SchedulerFactory,
     check_batch,
@@ -77,6 +81,8 @@ class Trainer:
         optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen. It may return a
             list of optimizers. A function with an argument `named_parameters` gets pairs of name and parameter; one
             with two required arguments gets the parameters and their names.
+            Without it, `defaults` decides about the optimizer, and about the scheduler and the corrections unless they
+            are given.
         method: The name of a training method (`petra methods` lists them), or a `petra.Method`.
         stages: The number of stages, or the number of layers of each.
         scheduler: Creates a learning-rate scheduler for an optimizer. It is stepped after every update of the stage.
@@ -99,7 +105,7 @@ class Trainer:
         comm_dtype: The dtype of messages between stages; `torch.bfloat16` halves them. Where it is `autocast` too,
             stages of one layer compute with streams as they arrive.
         corrections: Corrections of staleness: names such as `"predict"` or `"shrink:0.9"`, or objects of
-            `petra.corrections`.
+            `petra.corrections`. None means none, or those of `defaults`.
         cuda_graph: Capture ticks of a full pipeline as CUDA graphs. None does so on a GPU in one process; True raises
             an error where that is not possible. It needs a fused optimizer or one of
             `petra.optim`; `ineligible_reason` says what prevents it.
@@ -107,10 +113,14 @@ class Trainer:
     Raises:
         ValueError: If an argument is invalid, or the arguments do not fit together.
 
+    Warns:
+        StalenessWarning: If late gradients make it likely that the training diverges, or if the loss shows that it does
+            not learn.
+
     Example:
         ```python
         trainer = petra.Trainer(network, loss=nn.functional.cross_entropy, stages=4,
-                                optimizer=lambda p: torch.optim.SGD(p, 0.1))
+                                optimizer=lambda p: torch.optim.SGD(p, 0.02, momentum=0.9))
         for x, y in loader:
             trainer.step(x, y)
         trainer.drain()
@@ -122,7 +132,7 @@ class Trainer:
         network: nn.Module,
         *,
         loss: Loss,
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFactory | None = None,
         method: str | Method = "petra",
         stages: int | Sequence[int] = 1,
         scheduler: SchedulerFactory | None = None,
@@ -137,7 +147,7 @@ class Trainer:
         transport: Transport | None = None,
         placement: Sequence[int] | None = None,
         comm_dtype: torch.dtype | None = None,
-        corrections: Sequence[str | Correction] = (),
+        corrections: Sequence[str | Correction] | None = None,
         cuda_graph: bool | None = None,
     ) -> None:
         network = as_network(network)
@@ -153,7 +163,13 @@ class Trainer:
         self.transport = transport = transport if transport is not None else SingleProcess(self.device)
         position = transport.position
         self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule, flush_until, position.ranks)
-        self.corrections = choose_corrections(corrections, self.method, self.schedule)
+        self.defaults: TrainingDefaults | None = None
+        """What is used because no optimizer was given; None if one was."""
+        if optimizer is None:
+            self.defaults = TrainingDefaults.choose(network, self.method, self.schedule)
+            optimizer, scheduler = self.defaults.make_optimizer, scheduler or self.defaults.make_scheduler
+            corrections = self.defaults.corrections if corrections is None else corrections
+        self.corrections = choose_corrections(() if corrections is None else corrections, self.method, self.schedule)
         self.network = network
         """The network; if it was another module, its layers as `as_network` returns them."""
         self.loss = loss
@@ -224,6 +240,9 @@ class Trainer:
                 self.executor.capture.ineligible_reason = "gradients are clipped by the norm over all stages"
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         self._frozen = [p for stage in built for p in stage.parameters if not p.requires_grad]
+        self._advisor = Advisor(network, built, self.schedule, self.corrections) if self.method.stale else None
+        if self._advisor is not None and position.is_main and (text := self._advisor.before_training()):
+            self._warn(text)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
@@ -288,9 +307,15 @@ class Trainer:
             self._loss_checked = True
         # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one.
         waits = not isinstance(self.schedule, SequentialSchedule)
-        return self.executor.tick(
+        results = self.executor.tick(
             to_device(streams, self.device, waits), to_device(targets, self.device, waits), weight
         )
+        if self._advisor is not None and (text := self._advisor.observe(results)):
+            self._warn(text)
+        return results
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, StalenessWarning, stacklevel=3)
 
     def drain(self) -> list[MicrobatchResult]:
         """Finish everything in flight, so that every micro-batch has been used in an update of every stage.
@@ -471,6 +496,8 @@ class Trainer:
             for own, value in zip(stage.statistics(), flight["statistics"], strict=True):
                 own.copy_(value)
         self.executor.load_state_dict(state["executor"], flights)
+        if self._advisor is not None:
+            self._advisor.resumed()
 
     def load_drained(self, state: dict[str, Any]) -> None:
         """Continue from the state of a trainer with other stages or replicas, taken after `drain`.
@@ -501,6 +528,8 @@ class Trainer:
             stage.index: {"forward": {}, "backward": {}, "targets": {}, "shapes": {}} for stage in self.stages
         }
         self.executor.load_state_dict(state["executor"], nothing)
+        if self._advisor is not None:
+            self._advisor.resumed()
 
     def _network_of(self, stage: int) -> dict[str, Any]:
         """Return a stage's part of the state. Entries of the network itself are in the first stage."""

@@ -1,0 +1,74 @@
+"""Warnings of a trainer about late gradients: before training from its settings, and in it from the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from petra.corrections import Correction
+from petra.pipeline import MicrobatchResult, Stage
+from petra.schedule import PipelineSchedule
+from petra.trainer.loss_watch import LossWatch
+from petra.trainer.stability import is_transformer, known_steps, longest_delay, remedies, staleness_warning
+
+
+class Advisor:
+    """Says once when late gradients are likely to spoil a training, and what to change.
+
+    Args:
+        network: The network.
+        stages: The stages of this process.
+        schedule: The schedule.
+        corrections: The corrections of staleness.
+    """
+
+    def __init__(
+        self,
+        network: nn.Sequential,
+        stages: Sequence[Stage],
+        schedule: PipelineSchedule,
+        corrections: Sequence[Correction],
+    ) -> None:
+        self._stages, self._schedule, self._corrections = stages, schedule, corrections
+        self._transformer = is_transformer(network)
+        last = next((stage for stage in stages if stage.last), None)
+        late = not schedule.exact and longest_delay(schedule)[1] > 0
+        self._watch = LossWatch(last) if late and last is not None else None
+
+    def before_training(self) -> str | None:
+        """Return what is wrong with the settings, and what to change.
+
+        Returns:
+            One sentence, or None.
+        """
+        optimizers = [stage.optimizer for stage in self._stages]
+        return staleness_warning(optimizers, self._schedule, self._corrections, self._transformer)
+
+    def observe(self, results: Sequence[MicrobatchResult]) -> str | None:
+        """Take note of losses, and judge them at a few points of the training.
+
+        Args:
+            results: The micro-batches that have reached the loss.
+
+        Returns:
+            One sentence the first time that the loss shows that nothing is learned, otherwise None.
+        """
+        if self._watch is None:
+            return None
+        verdict = self._watch.observe(results)
+        if verdict is not None or self._watch.finished:
+            self._watch = None
+        if verdict is None:
+            return None
+        stage, delay = longest_delay(self._schedule)
+        known = known_steps([s.optimizer for s in self._stages])
+        remedy = remedies(max(known, key=lambda steps: steps.effective_lr), self._schedule, self._corrections, 0.25)
+        return (
+            f"{verdict}: gradients of stage {stage} are {delay:.3g} updates late; if the network learns with exact "
+            f"gradients, {remedy}"
+        )
+
+    def resumed(self) -> None:
+        """Stop judging the loss: the training has begun before."""
+        self._watch = None

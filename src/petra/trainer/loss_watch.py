@@ -1,0 +1,109 @@
+"""Notices in the first updates that a training with late gradients does not learn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from math import log
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from petra.cudagraph.async_copy import AsyncCopy
+from petra.pipeline import MicrobatchResult, Stage
+from petra.trainer.loss import class_dimension
+from petra.trainer.stability import Steps
+
+CHECKS = (300, 600, 1200)
+"""The numbers of updates after which the loss is judged."""
+_EVERY = 8
+"""On a GPU, one loss in so many is read, and this many losses late: the host never waits for the device."""
+_FIRST, _WINDOW = 8, 48
+"""The losses that the start and the present are a mean of."""
+
+
+class LossWatch:
+    """Judges the training loss after 300, 600 and 1200 updates, and finds fault with it at most once.
+
+    The loss of a classifier that has not learned is the logarithm of the number of classes. If the first losses are
+    about as high, the loss has to be 10 % lower than that; otherwise, for fine-tuning and for other losses, it must not
+    have grown by 20 %. While the learning rate is below half of its highest value, nothing is judged.
+
+    Args:
+        stage: The last stage.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._checks = list(CHECKS)
+        self._first: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._copies: deque[AsyncCopy] = deque()
+        self._guess: float | None = None
+        self._seen = 0
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing is left to judge."""
+        return not self._checks
+
+    def observe(self, results: Sequence[MicrobatchResult]) -> str | None:
+        """Take note of losses.
+
+        Args:
+            results: The micro-batches that have reached the loss.
+
+        Returns:
+            What is wrong with the loss, in a few words; None if nothing is, or if it is too early to tell.
+        """
+        for result in results:
+            if not self._seen:
+                self._guess = _guessing(result.outputs, result.targets)
+            self._note(result.loss)
+            self._seen += 1
+        if not self._checks or self._stage.updates < self._checks[0]:
+            return None
+        self._checks.pop(0)
+        if self._warming_up() or len(self._recent) < _FIRST:
+            return None
+        verdict = self._judge(fmean(self._first), fmean(self._recent))
+        if verdict is not None:
+            self._checks.clear()
+        return verdict
+
+    def _note(self, loss: Tensor) -> None:
+        if not loss.is_cuda:
+            self._add(float(loss))
+        elif self._seen % _EVERY == 0:
+            self._copies.append(AsyncCopy(loss))
+            if len(self._copies) > 1:
+                self._add(float(self._copies.popleft().get()))
+
+    def _add(self, loss: float) -> None:
+        if len(self._first) < _FIRST:
+            self._first.append(loss)
+        self._recent.append(loss)
+
+    def _warming_up(self) -> bool:
+        if self._stage.optimizer is None:
+            return False
+        now, peak = 0.0, 0.0
+        for group in islice(self._stage.optimizer.param_groups, 1):
+            now, peak = float(group["lr"]), Steps.of(self._stage.optimizer).lr
+        return now < 0.5 * peak
+
+    def _judge(self, first: float, recent: float) -> str | None:
+        after = f"after {self._stage.updates} updates the training loss is {recent:.3g}"
+        if self._guess is not None and first >= 0.7 * self._guess:
+            if recent >= 0.9 * min(first, self._guess):
+                return f"{after}, and that of guessing is {self._guess:.3g}"
+            return None
+        return f"{after}, and was {first:.3g} at the start" if recent > 1.2 * first else None
+
+
+def _guessing(outputs: Any, targets: Any) -> float | None:
+    """The cross-entropy of guessing; None unless the outputs are logits of classes."""
+    dimension = class_dimension(outputs, targets)
+    return None if dimension is None else log(outputs.shape[dimension])
