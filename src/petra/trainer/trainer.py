@@ -240,8 +240,9 @@ class Trainer:
                 self.executor.capture.ineligible_reason = "gradients are clipped by the norm over all stages"
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         self._frozen = [p for stage in built for p in stage.parameters if not p.requires_grad]
-        self._advisor = Advisor(network, built, self.schedule, self.corrections) if self.method.stale else None
-        if self._advisor is not None and position.is_main and (text := self._advisor.before_training()):
+        advised = self.method.stale and position.is_main  # one process warns
+        self._advisor = Advisor(network, built, self.schedule, self.corrections) if advised else None
+        if self._advisor is not None and (text := self._advisor.before_training()):
             self._warn(text)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
