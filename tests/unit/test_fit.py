@@ -191,7 +191,7 @@ def test_best_weights_of_a_lost_future_are_dropped(tmp_path):
     slow = {"optimizer": lambda p: torch.optim.SGD(p, 0.01), "method": "reversible", "stages": 1}
     arguments = {"max_steps": 12, "eval_every": 1, "monitor": "loss", "quiet": True, "out": tmp_path}
     with pytest.raises(Died):
-        make_trainer(**slow).fit(loader(), TEST, checkpoint_every=4, callbacks=[DieAt(8)], **arguments)
+        make_trainer(**slow).fit(TEST * 3, TEST, checkpoint_every=4, callbacks=[DieAt(8)], **arguments)
     assert (tmp_path / "pending-best.safetensors").exists()
     before = (tmp_path / "best.safetensors").read_bytes()
 
@@ -200,7 +200,7 @@ def test_best_weights_of_a_lost_future_are_dropped(tmp_path):
             assert not (tmp_path / "pending-best.safetensors").exists()
             assert (tmp_path / "best.safetensors").read_bytes() == before
 
-    make_trainer(**slow).fit(loader(), TEST, resume=True, callbacks=[Look()], **arguments)
+    make_trainer(**slow).fit(TEST * 3, TEST, resume=True, callbacks=[Look()], **arguments)
 
 
 def test_early_stopping_counts_evaluations_without_an_improvement(tmp_path):

@@ -90,6 +90,21 @@ class NetworkOptions:
 
 
 @dataclass(kw_only=True)
+class OptimizerOptions:
+    """Arguments of the optimizer."""
+
+    set_optimizer: list[tuple[str, Any]] | None = option(
+        None,
+        help="an argument of an optimizer of torch.optim or of your own, like --set-optimizer alpha=0.9; may be given "
+        "more than once",
+        group=TRAINING,
+        metavar="NAME=VALUE",
+        parse=setting,
+        keywords={"action": "append"},
+    )
+
+
+@dataclass(kw_only=True)
 class DeviceOptions:
     """Where to compute; `set_up_device` reads them."""
 
@@ -214,7 +229,10 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     add_options(parser, NetworkOptions)
     add_options(parser, RunConfig, names[1:])
     training = [name for name, group in groups.items() if group == TRAINING and (with_method or name != "method")]
-    add_options(parser, RunConfig, training)
+    position = training.index("optimizer") + 1
+    add_options(parser, RunConfig, training[:position])
+    add_options(parser, OptimizerOptions)
+    add_options(parser, RunConfig, training[position:])
     add_options(parser, ExecutionOptions)
 
 
@@ -243,6 +261,8 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     check_values(ExecutionOptions, vars(options))
     found = {name: getattr(options, name, None) for name in options_of(RunConfig)}
     result = {name: value for name, value in found.items() if value is not None}
+    if getattr(options, "set_optimizer", None):
+        result["optimizer_options"] = dict(options.set_optimizer)
     if arguments := model_options(options):
         result["model_options"] = arguments
     return result
@@ -274,6 +294,8 @@ def spell_options(options: Mapping[str, Any]) -> list[str]:
     known = options_of(NetworkOptions)
     for name, value in options.get("model_options", {}).items():
         words += [flag_of(name), spell(value)] if name in known else ["--set", f"{name}={spell(value)}"]
+    for name, value in options.get("optimizer_options", {}).items():
+        words += ["--set-optimizer", f"{name}={spell(value)}"]
     return words
 
 

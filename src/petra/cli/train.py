@@ -209,6 +209,7 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
     """Options by name, those of the network among the others, as JSON values."""
     flat: dict[str, Any] = {**options.get("model_options", {}), **options}
     flat.pop("model_options", None)
+    flat |= {f"optimizer {name}": value for name, value in (flat.pop("optimizer_options", None) or {}).items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
 
 

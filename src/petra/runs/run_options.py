@@ -115,11 +115,14 @@ class RunOptions:
     )
     optimizer: str = option(
         "sgd",
-        help="optimizer of every stage; muon orthogonalises the matrices of inner layers and leaves the rest to AdamW",
+        help=f"optimizer of every stage: {', '.join(OPTIMIZERS)}, a class of torch.optim such as adagrad or "
+        "torch.optim.RMSprop, or one of your own as package.module:Class. muon orthogonalises the matrices of inner "
+        "layers and leaves the rest to AdamW",
         group=TRAINING,
         metavar="NAME",
-        choices=OPTIMIZERS,
     )
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer; on the command line --set-optimizer."""
     lr: float | None = option(
         None,
         help="learning rate after warm-up",
@@ -177,10 +180,26 @@ class RunOptions:
     )
     clip_norm: float | None = option(
         None,
-        help="clip the gradient norm of each stage to this value",
+        help="clip the gradient norm to this value",
         group=TRAINING,
         above=0,
         default_text="no clipping",
+    )
+    clip: str = option(
+        "stage",
+        help="norm that --clip-norm limits: of each stage, or of the whole network. With schedules that are not exact, "
+        "global uses norms of other stages that are as many ticks old as there are stages",
+        group=TRAINING,
+        choices=("stage", "global"),
+    )
+    ema: float | None = option(
+        None,
+        help="also keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it",
+        group=TRAINING,
+        metavar="DECAY",
+        minimum=0,
+        below=1,
+        default_text="none",
     )
     label_smoothing: float = option(
         0.0,

@@ -280,6 +280,10 @@ class TrainingLoop:
             evaluation = self.trainer.evaluate(self._test(), self._test_loss)
             progress.test_loss, progress.test_accuracy = evaluation.loss, evaluation.accuracy
             found = {"test_loss": evaluation.loss, "test_accuracy": evaluation.accuracy} | self._more(evaluation)
+            if self.trainer.ema is not None:
+                averaged = self.trainer.evaluate(self._test(), self._test_loss, average=True)
+                found |= {"ema_test_loss": averaged.loss, "ema_test_accuracy": averaged.accuracy}
+                progress.ema_test_loss, progress.ema_test_accuracy = averaged.loss, averaged.accuracy
             self._call("on_evaluate", evaluation)
         record = self._log(found, reset=True)
         if within:

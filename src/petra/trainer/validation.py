@@ -79,7 +79,7 @@ def check_kinds(
             raise ValueError(f"{name} is {dtype!r}: give a dtype like torch.bfloat16, or None for float32")
 
 
-def check_clip(clip: object, clip_norm: object) -> None:
+def check_clip(clip: str, clip_norm: float | None) -> None:
     """Raise ValueError for clipping that is not possible."""
     if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
         raise ValueError(f"clip_norm is {clip_norm!r}: give a positive norm, or None for no clipping")
