@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from petra.cli.config_file import read_config_file
 from petra.cli.device import set_up_device
 from petra.methods import find
 from petra.runs.config import RunConfig
@@ -30,7 +31,7 @@ from petra.runs.option_fields import (
 from petra.runs.recipes import RECIPES
 from petra.runs.run_options import CHECKPOINTS, MODEL, PROCESSES, TRAINING
 from petra.schedule import find_schedule
-from petra.trainer.loggers import TensorBoardLogger
+from petra.trainer.loggers import LOGGERS, make_logger
 from petra.trainer.schedules import accepts
 
 __all__ = [
@@ -56,6 +57,20 @@ class RecipeOption:
         help=f"start from named settings, which other options override: {', '.join(RECIPES)}",
         group=MODEL,
         metavar="NAME",
+        default_text="none",
+    )
+
+
+@dataclass(kw_only=True)
+class ConfigFileOption:
+    """A file with options."""
+
+    config: Path | None = option(
+        None,
+        help="options from a .yaml, .toml or .json file, such as the config.json of a run; those on the command line "
+        "override them",
+        group=MODEL,
+        metavar="FILE",
         default_text="none",
     )
 
@@ -136,6 +151,16 @@ class ExecutionOptions(DeviceOptions):
         group=WHERE,
     )
     tensorboard: bool = option(False, help="also write metrics for TensorBoard", group=WHERE)
+    logger: tuple[str, ...] = option(
+        (),
+        help="also send metrics to these tools",
+        group=WHERE,
+        metavar="NAME",
+        choices=tuple(LOGGERS),
+        parse=str,
+        default_text="none",
+        keywords={"nargs": "+"},
+    )
     quiet: bool = option(False, help="print no progress and no notes", group=WHERE)
 
 
@@ -225,6 +250,7 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     groups = {name: described.group for name, (_, described) in options_of(RunConfig).items()}
     names = [name for name, group in groups.items() if group == MODEL]
     add_options(parser, RecipeOption)
+    add_options(parser, ConfigFileOption)
     add_options(parser, RunConfig, names[:1])
     add_options(parser, NetworkOptions)
     add_options(parser, RunConfig, names[1:])
@@ -265,7 +291,17 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
         result["optimizer_options"] = dict(options.set_optimizer)
     if arguments := model_options(options):
         result["model_options"] = arguments
-    return result
+    return _with_config_file(options, result) if getattr(options, "config", None) else result
+
+
+def _with_config_file(options: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of --config, overridden by those of the command line."""
+    recipe, found = read_config_file(options.config, set(options_of(NetworkOptions)) - {"set"})
+    options.recipe = options.recipe or recipe
+    for name in ("model_options", "optimizer_options"):
+        if name in found and name in result:
+            result[name] = {**found[name], **result[name]}
+    return {**found, **result}
 
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -318,5 +354,6 @@ def reject_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
 
 def reporting(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a `Run` that do not decide its result."""
-    callbacks = [TensorBoardLogger()] if options.tensorboard else []
+    names = dict.fromkeys(["tensorboard"] * options.tensorboard + list(options.logger or ()))
+    callbacks = [make_logger(name) for name in names]
     return {"callbacks": callbacks, "quiet": options.quiet, "cuda_graph": options.cuda_graph}

@@ -130,6 +130,14 @@ class TrainingLoop:
         epoch, batch, length = self.progress.epoch, self.progress.batch, batch_count(self.train)
         return epoch if batch == 0 or length is None else round(epoch + batch / length, 4)
 
+    def describe(self) -> dict[str, Any]:
+        """Return the settings of the training, for loggers.
+
+        Returns:
+            Plain values by name.
+        """
+        return dict(self.trainer.layout)
+
     def stop(self) -> None:
         """End the training after this step: drain, evaluate and save. All ranks must call it in the same step."""
         self._stopping = True
