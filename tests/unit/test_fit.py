@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import petra
 from petra.distributed import run_together
+from petra.runs.config import RunConfig
 from petra.trainer.sources import as_source
 
 
@@ -339,3 +340,11 @@ def test_summary_and_metrics_are_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("best.safetensors", "checkpoint", "metrics.jsonl", "summary.json", "weights.safetensors")
     ]
+
+
+def test_the_default_number_of_stages_is_that_of_the_command_line():
+    assert make_trainer(stages=None).layout["stages"] == [1, 1, 1, 1]
+    assert petra.Trainer(
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, 0.1)
+    ).layout["stages"] == [1, 1]
+    assert RunConfig.from_options(None, {"model": "revnet18", "data": "digits"}).stages == 4

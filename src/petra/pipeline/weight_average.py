@@ -33,7 +33,7 @@ class WeightAverage:
                         continue
                     if id(tensor) not in known:
                         known[id(tensor)] = len(self._owners)
-                        self._owners.append((register, name))  # type: ignore[arg-type]
+                        self._owners.append((register, name))
                     self._names[full] = known[id(tensor)]
         self.averages: list[Tensor] = []
         """The average of every tensor."""

@@ -29,7 +29,7 @@ from petra.trainer.lr_schedules import LR_SCHEDULES, CosineLRSchedule, StepLRSch
 from petra.trainer.optimizers import ADAPTIVE, OPTIMIZERS
 from petra.trainer.optimizers_by_name import default_lr, optimizer_by_name
 from petra.trainer.schedules import accepts, choose_schedule
-from petra.trainer.validation import choose_corrections
+from petra.trainer.validation import DEFAULT_STAGES, choose_corrections
 
 MAY_CHANGE = (
     "checkpoint_every",
@@ -88,8 +88,9 @@ class RunConfig(RunOptions):
             raise ValueError(f"--beta2 is {options['beta2']}, but sgd has none: add --optimizer adamw, or leave it out")
         if "optimizer" in options and "optimizer_options" not in options:
             merged.pop("optimizer_options", None)  # those of the recipe are for its optimizer
-        if "stages" not in options and "stages" in merged and isinstance(merged["stages"], int):
-            merged["stages"] = min(merged["stages"], len(outline(merged["model"], model_options)))
+        stages = merged.get("stages", DEFAULT_STAGES)
+        if "stages" not in options and isinstance(stages, int):
+            merged["stages"] = min(stages, len(outline(merged["model"], model_options)))
         return cls(**merged)
 
     @classmethod
@@ -210,7 +211,7 @@ class RunConfig(RunOptions):
         """Return the learning-rate curve of a training with so many micro-batches per epoch."""
         updates = batches / self.accumulate
         epochs = self.training_epochs(batches)
-        warmup = min(5.0, epochs / 2) if self.warmup_epochs is None else self.warmup_epochs
+        warmup = min(5.0, epochs / 4) if self.warmup_epochs is None else self.warmup_epochs
         if self.lr_schedule == "cosine":
             return CosineLRSchedule(epochs, updates, warmup)
         return StepLRSchedule(epochs, updates, warmup, tuple(self.lr_milestones))

@@ -18,7 +18,6 @@ from petra.pipeline import MicrobatchResult
 from petra.runs.config import RunConfig
 from petra.runs.resume import restore
 from petra.runs.run_folder import (
-    AVERAGE,
     CHECKPOINTS,
     CONFIG,
     JOB,
@@ -35,6 +34,7 @@ from petra.runs.trained_network import NetworkSpec, vocabulary_files
 from petra.runs.trainer_setup import TrainerSetup, config_warnings
 from petra.runs.weight_files import file_hashes, same_weights
 from petra.trainer import checkpoint
+from petra.trainer.best_weights import AVERAGE
 from petra.trainer.callbacks import Callback
 from petra.trainer.checkpoint import Checkpoints
 from petra.trainer.evaluation import Evaluation

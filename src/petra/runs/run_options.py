@@ -12,6 +12,7 @@ from petra.methods import METHODS
 from petra.runs.option_fields import fractions, option, schedule_option, whole_numbers
 from petra.trainer.lr_schedules import LR_SCHEDULES
 from petra.trainer.optimizers import OPTIMIZERS
+from petra.trainer.validation import DEFAULT_STAGES
 
 MODEL, TRAINING, PROCESSES, CHECKPOINTS = "model and data", "training", "several processes", "checkpoints"
 
@@ -62,11 +63,12 @@ class RunOptions:
     """Arguments of the network; on the command line --width, --depth, … and --set."""
     method: str = option("petra", help="training method", group=TRAINING, metavar="NAME", choices=tuple(METHODS))
     stages: int | list[int] = option(
-        4,
+        DEFAULT_STAGES,
         help="number of stages, or layers in each stage like 3,3,2,2",
         group=TRAINING,
         metavar="N",
         parse=whole_numbers,
+        default_text=f"{DEFAULT_STAGES}, at most one per layer",
     )
     schedule: str | list[int] | None = option(
         None,
@@ -167,7 +169,7 @@ class RunOptions:
         group=TRAINING,
         metavar="N",
         minimum=0,
-        default_text="5, but at most half of the training",
+        default_text="5, at most a quarter of the training",
     )
     lr_milestones: tuple[float, ...] = option(
         (0.5, 0.75),

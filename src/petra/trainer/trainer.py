@@ -43,6 +43,7 @@ from petra.trainer.early_stopping import EarlyStopping
 from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
 from petra.trainer.schedules import choose_schedule
 from petra.trainer.validation import (
+    DEFAULT_STAGES,
     SchedulerFactory,
     check_batch,
     check_clip,
@@ -81,7 +82,8 @@ class Trainer:
             list of optimizers. A function with an argument `named_parameters` gets pairs of name and parameter; one
             with two required arguments gets the parameters and their names.
         method: The name of a training method (`petra methods` lists them), or a `petra.Method`.
-        stages: The number of stages, or the number of layers of each.
+        stages: The number of stages, or the number of layers of each. By default 4, but at most one per layer; on more
+            than 4 ranks, one per rank.
         scheduler: Creates a learning-rate scheduler for an optimizer. It is stepped after every update of the stage.
         accumulate: The number k of micro-batches whose mean gradient makes one update.
         schedule: When stages act; by default, the schedule of the method. With exact gradients: `"sequential"`,
@@ -129,7 +131,7 @@ class Trainer:
         loss: Loss,
         optimizer: OptimizerFactory,
         method: str | Method = "petra",
-        stages: int | Sequence[int] = 1,
+        stages: int | Sequence[int] | None = None,
         scheduler: SchedulerFactory | None = None,
         accumulate: int = 1,
         schedule: str | Sequence[int] | None = None,
@@ -157,9 +159,10 @@ class Trainer:
         self.method = methods.find(method) if isinstance(method, str) else method
         if not isinstance(self.method, Method):
             raise ValueError(f"method is {method!r}: give a name such as 'petra', or an object like DNI()")
-        cuts = partition(len(network), stages)
         self.transport = transport = transport if transport is not None else SingleProcess(self.device)
         position = transport.position
+        default = min(len(network), max(DEFAULT_STAGES, position.ranks))
+        cuts = partition(len(network), default if stages is None else stages)
         self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule, flush_until, position.ranks)
         self.corrections = choose_corrections(corrections, self.method, self.schedule)
         self.network = network

@@ -22,6 +22,9 @@ from petra.reversible import Network
 from petra.reversible.streams import Streams
 from petra.schedule import InterleavedSchedule, PipelineSchedule
 
+DEFAULT_STAGES = 4
+"""The number of stages where none is given, if the network has as many layers."""
+
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
