@@ -96,7 +96,7 @@ def test_every_field_of_a_configuration_is_an_option(command):
         flag = flag_of(name, described)
         assert (flag in parser._option_string_actions) == (name not in absent.get(command, ()))
         assert described.help
-    assert options_of(RunConfig).keys() | {"model_options"} == set(RunConfig.__dataclass_fields__)
+    assert options_of(RunConfig).keys() | {"model_options", "optimizer_options"} == set(RunConfig.__dataclass_fields__)
 
 
 def test_options_that_are_not_given_are_left_to_the_recipe():

@@ -1,6 +1,7 @@
 """Loggers with the real packages: the records of a training arrive there, also after a resumption."""
 
 import json
+from time import sleep
 
 import pytest
 import torch
@@ -59,6 +60,10 @@ def test_wandb_offline(tmp_path, monkeypatch):
     identity = json.loads((tmp_path / "wandb.json").read_text())["id"]
     written = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
     assert len(written) == 1
+    for _ in range(100):  # its own process writes
+        if b"test_loss" in written[0].read_bytes():
+            break
+        sleep(0.1)
     assert b"test_loss" in written[0].read_bytes()
 
 
