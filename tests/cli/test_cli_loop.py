@@ -199,6 +199,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys, options)
     assert "4 micro-batches of 10 per epoch, 2 per update; 6 updates in 3 epochs" in out
     rows = [line.split() for line in out.splitlines() if line[:1].isdigit() and "MiB" in line]
     assert [row[0] for row in rows] == ["0", "1", "2"]
-    assert [float(row[3]) for row in rows] == ([0, 0, 0] if options[-1:] in (["1f1b"], ["--schedule=1f1b"]) else [1, 0.5, 0])
+    assert [float(row[3]) for row in rows] == (
+        [0, 0, 0] if options[-1:] in (["1f1b"], ["--schedule=1f1b"]) else [1, 0.5, 0]
+    )
     assert "predicted: " in out
     assert list(tmp_path.iterdir()) == []

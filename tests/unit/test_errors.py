@@ -216,7 +216,7 @@ class TestErrors:
         ):
             make(network, stages=2, optimizer=lambda _: torch.optim.SGD(network.parameters(), 0.1))
         network[0].requires_grad_(False)
-        make(network, stages=1, optimizer=lambda _: torch.optim.SGD(network.parameters(), 0.1))  # frozen ones too
+        make(network, optimizer=lambda _: torch.optim.SGD(network.parameters(), 0.1))  # one stage, frozen ones too
 
     def test_weights_that_are_unfrozen_too_late(self):
         data = list(batches(3))
@@ -244,13 +244,12 @@ class TestErrors:
 
     def test_losses_of_more_than_the_outputs(self):
         network = mixed_network()
-        outside = lambda o, y: o.mean() + sum(p.abs().sum() for p in network.parameters())  # noqa: E731
-        trainer = make(network, stages=1, loss=outside)
+        trainer = make(network, loss=lambda o, y: o.mean() + sum(p.abs().sum() for p in network.parameters()))
         with pytest.raises(ValueError, match=r"depends on a tensor of shape .* use it in a layer, use weight_decay"):
             trainer.step(*next(iter(batches(1))))
 
     def test_losses_of_nothing(self):
-        trainer = make(mixed_network(), stages=1, loss=lambda o, y: nn.functional.cross_entropy(o.detach(), y))
+        trainer = make(mixed_network(), loss=lambda o, y: nn.functional.cross_entropy(o.detach(), y))
         with pytest.raises(ValueError, match="the loss does not depend on the outputs of the network"):
             trainer.step(*next(iter(batches(1))))
 
