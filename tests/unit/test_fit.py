@@ -299,8 +299,10 @@ def test_live_values_are_readable():
         scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), schedule=[3, 2, 1, 0], accumulate=1
     )
     assert trainer.staleness == [3, 2, 1, 0]
+    assert trainer.last_loss is None
     for x, y in list(loader())[:4]:
-        trainer.step(x, y)
+        found = trainer.step(x, y)
+    assert trainer.last_loss == float(found[-1].loss)
     assert list(trainer.updates.values()) == [stage.updates for stage in trainer.stages] == [1, 2, 2, 3]
     assert trainer.learning_rates() == {s: [0.05 * 0.5 ** trainer.updates[s]] for s in range(4)}
 

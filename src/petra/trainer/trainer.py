@@ -235,6 +235,7 @@ class Trainer:
                 self.executor.capture.ineligible_reason = "gradients are clipped by the norm over all stages"
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         self._frozen = [p for stage in built for p in stage.parameters if not p.requires_grad]
+        self._loss_so_far: Tensor | None = None
         self.ema = ema
         """The decay of averaged weights; None if there are none."""
         if ema is not None:
@@ -266,6 +267,14 @@ class Trainer:
     def staleness(self) -> list[int]:
         """The number of micro-batches between forward and backward of each stage, in a full pipeline."""
         return list(self.layout["in_flight"])
+
+    @property
+    def last_loss(self) -> float | None:
+        """The loss of the newest micro-batch that has reached it; None on ranks without the last stage.
+
+        Reading it waits for the device.
+        """
+        return None if self._loss_so_far is None else float(self._loss_so_far)
 
     def learning_rates(self) -> dict[int, list[float]]:
         """Return the current learning rates.
@@ -304,9 +313,11 @@ class Trainer:
             self._loss_checked = True
         # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one.
         waits = not isinstance(self.schedule, SequentialSchedule)
-        return self.executor.tick(
+        results = self.executor.tick(
             to_device(streams, self.device, waits), to_device(targets, self.device, waits), weight
         )
+        self._loss_so_far = results[-1].loss if results else self._loss_so_far
+        return results
 
     def drain(self) -> list[MicrobatchResult]:
         """Finish everything in flight, so that every micro-batch has been used in an update of every stage.
