@@ -223,7 +223,8 @@ class Run(TrainingLoop):
         if self.progress.memory:
             return -1
         schedule = self.trainer.schedule
-        first = max(self._fill_start + schedule.staleness(0) + schedule.accumulate, self._measured_from)
+        # After a resumption, a smaller last micro-batch of the epoch before may be in the pipeline.
+        first = max(self._fill_start, self._measured_from) + schedule.staleness(0) + schedule.accumulate
         return min(first + (self._fill_start - first - 1) % schedule.cycle, self._microbatches - 1)
 
     @property
