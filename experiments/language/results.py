@@ -57,9 +57,14 @@ def of_run(trial: Trial, run: Path) -> Result | None:
         "options": config,
         "diverged": None if finished else said,
         **{name: summary.get(name) for name in KEPT},
-        "updates": records[-1]["step"] // config["accumulate"] if records else None,
+        "updates": _microbatches(records[-1]) // config["accumulate"] if records else None,
         "epochs": [{name: record[name] for name in PER_EPOCH} for record in records],
     }
+
+
+def _microbatches(record: dict[str, Any]) -> int:
+    """Return the micro-batches at a record; older runs call them steps."""
+    return int(record.get("microbatches", record["step"]))
 
 
 def trial_of(result: Result) -> Trial:

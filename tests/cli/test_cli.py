@@ -195,7 +195,7 @@ def test_without_tensorboard_a_run_is_refused_before_it_replaces_another(finishe
     shutil.copytree(finished, folder)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert train("--tensorboard", "--out", folder, "--overwrite") == 2
-    assert "--tensorboard needs a package that is not installed" in capsys.readouterr().err
+    assert "the tensorboard logger needs a package that is not installed" in capsys.readouterr().err
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in finished.iterdir())
 
 

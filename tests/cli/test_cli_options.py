@@ -88,12 +88,15 @@ def test_options_are_not_abbreviated(capsys):
 def test_every_field_of_a_configuration_is_an_option(command):
     parser = build_parser().commands.parsers[command]
     parser.add_command_options()
-    absent = {"compare": {"method", "replicas", "checkpoint_every", "checkpoint_epochs"}, "fidelity": {"replicas"}}
+    absent = {
+        "compare": {"method", "replicas", "checkpoint_every", "checkpoint_epochs", "save_best"},
+        "fidelity": {"replicas"},
+    }
     for name, (_, described) in options_of(RunConfig).items():
         flag = flag_of(name, described)
         assert (flag in parser._option_string_actions) == (name not in absent.get(command, ()))
         assert described.help
-    assert options_of(RunConfig).keys() | {"model_options"} == set(RunConfig.__dataclass_fields__)
+    assert options_of(RunConfig).keys() | {"model_options", "optimizer_options"} == set(RunConfig.__dataclass_fields__)
 
 
 def test_options_that_are_not_given_are_left_to_the_recipe():

@@ -38,6 +38,8 @@ CASES = [
     if k == 1 or schedule or method not in ("backprop", "reversible", "ddg", "dni")  # k does not affect messages
 ]
 CASES.append({"options": {"method": "petra", "stages": 4, "comm_dtype": "bf16"}})
+CLIPPED = {"method": "petra", "stages": 4, "clip_norm": 0.1, "clip": "global"}
+CASES += [{"options": CLIPPED, "ticks": 18}, {"options": {**CLIPPED, "schedule": "1f1b", "accumulate": 2}, "ticks": 18}]
 SCATTERED = {2: [0, 1, 0, 1], 4: [2, 0, 1, 3]}
 
 

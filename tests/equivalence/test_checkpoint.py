@@ -22,7 +22,7 @@ def make(network, **options):
         loss=cross_entropy,
         optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
         scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.97),
-        **{"seed": 5, **options},
+        **{"seed": 5, "stages": 1, **options},
     )
 
 

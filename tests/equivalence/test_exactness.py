@@ -18,6 +18,7 @@ PIPELINED = ("petra", "petra-stashed", "checkpointed", "delayed")
 
 
 def make_trainer(network, **options):
+    options = {"stages": 1} | options
     return Trainer(network, loss=torch.nn.functional.cross_entropy, optimizer=make_optimizer, seed=7, **options)
 
 

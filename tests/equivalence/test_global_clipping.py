@@ -1,6 +1,7 @@
 """Clipping by the norm over all stages: torch's clip_grad_norm_, and a plain version with late norms."""
 
 import copy
+from itertools import pairwise
 from math import sqrt
 
 import pytest
@@ -17,7 +18,7 @@ NORM = 0.3
 def make_network():
     torch.manual_seed(0)
     sizes = (6, 9, 5, 7, 3)
-    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes)]
     return nn.Sequential(*layers).double()
 
 

@@ -287,6 +287,23 @@ def test_memory_is_measured_again_for_other_stages(half_way, tmp_path):
     assert len(resumed(half_way, tmp_path, stages=2)()["memory_bytes"]) == 2
 
 
+def test_memory_is_measured_again_on_other_ranks(tmp_path):
+    """The peak of two processes is not that of one."""
+
+    def half(transport):
+        run = make(tmp_path / "run", transport)
+        run._epoch(threading.Event())
+        run.close()
+        return run.progress.activation_peak
+
+    peaks = run_together(half, 2)
+    run, alone = make(tmp_path / "run", resume=True), make(tmp_path / "alone")
+    assert run.progress.memory == []
+    found, expected = run(), alone()
+    assert found["activation_peak_bytes"] == expected["activation_peak_bytes"] > max(peaks) > 0
+    assert found["memory_bytes"] == expected["memory_bytes"]
+
+
 @pytest.mark.parametrize(
     ("method", "schedule"), [("petra", None), ("backprop", "gpipe"), ("petra", "flush:2"), ("reversible", "1f1b")]
 )

@@ -19,6 +19,7 @@ def scheduler(optimizer):
 
 
 def make(network, loss=cross_entropy, **options):
+    options = {"stages": 1} | options
     return Trainer(network, loss=loss, optimizer=optimizer, scheduler=scheduler, seed=SEED, **options)
 
 

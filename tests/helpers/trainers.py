@@ -12,7 +12,7 @@ def sgd(parameters):
 
 
 def make(network, **options):
-    return Trainer(network, **{"loss": cross_entropy, "optimizer": sgd, **options})
+    return Trainer(network, **{"loss": cross_entropy, "optimizer": sgd, "stages": 1, **options})
 
 
 def same_weights(a, b):

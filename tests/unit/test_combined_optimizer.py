@@ -107,8 +107,8 @@ def test_what_cannot_work_is_refused():
         make_trainer(corrections=["predict"])
     with pytest.raises(ValueError, match="LBFGS evaluates the loss several times"):
         make_trainer(optimizer=lambda p: [torch.optim.LBFGS(p[:1]), torch.optim.SGD(p[1:], 0.1)])
+    combined = CombinedOptimizer(two(list(make_network().parameters())))
     with pytest.raises(ValueError, match="the state has 1 parameter groups, but there are 2"):
-        combined = CombinedOptimizer(two(list(make_network().parameters())))
         combined.load_state_dict(torch.optim.SGD(make_network().parameters(), 0.1).state_dict())
     with pytest.raises(ValueError, match="takes no further groups"):
         combined.add_param_group({"params": []})

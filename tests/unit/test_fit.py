@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import petra
 from petra.distributed import run_together
+from petra.runs.config import RunConfig
 from petra.trainer.sources import as_source
 
 
@@ -191,7 +192,7 @@ def test_best_weights_of_a_lost_future_are_dropped(tmp_path):
     slow = {"optimizer": lambda p: torch.optim.SGD(p, 0.01), "method": "reversible", "stages": 1}
     arguments = {"max_steps": 12, "eval_every": 1, "monitor": "loss", "quiet": True, "out": tmp_path}
     with pytest.raises(Died):
-        make_trainer(**slow).fit(loader(), TEST, checkpoint_every=4, callbacks=[DieAt(8)], **arguments)
+        make_trainer(**slow).fit(TEST * 3, TEST, checkpoint_every=4, callbacks=[DieAt(8)], **arguments)
     assert (tmp_path / "pending-best.safetensors").exists()
     before = (tmp_path / "best.safetensors").read_bytes()
 
@@ -200,7 +201,7 @@ def test_best_weights_of_a_lost_future_are_dropped(tmp_path):
             assert not (tmp_path / "pending-best.safetensors").exists()
             assert (tmp_path / "best.safetensors").read_bytes() == before
 
-    make_trainer(**slow).fit(loader(), TEST, resume=True, callbacks=[Look()], **arguments)
+    make_trainer(**slow).fit(TEST * 3, TEST, resume=True, callbacks=[Look()], **arguments)
 
 
 def test_early_stopping_counts_evaluations_without_an_improvement(tmp_path):
@@ -298,8 +299,10 @@ def test_live_values_are_readable():
         scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), schedule=[3, 2, 1, 0], accumulate=1
     )
     assert trainer.staleness == [3, 2, 1, 0]
+    assert trainer.last_loss is None
     for x, y in list(loader())[:4]:
-        trainer.step(x, y)
+        found = trainer.step(x, y)
+    assert trainer.last_loss == float(found[-1].loss)
     assert list(trainer.updates.values()) == [stage.updates for stage in trainer.stages] == [1, 2, 2, 3]
     assert trainer.learning_rates() == {s: [0.05 * 0.5 ** trainer.updates[s]] for s in range(4)}
 
@@ -339,3 +342,11 @@ def test_summary_and_metrics_are_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("best.safetensors", "checkpoint", "metrics.jsonl", "summary.json", "weights.safetensors")
     ]
+
+
+def test_the_default_number_of_stages_is_that_of_the_command_line():
+    assert make_trainer(stages=None).layout["stages"] == [1, 1, 1, 1]
+    assert petra.Trainer(
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, 0.1)
+    ).layout["stages"] == [1, 1]
+    assert RunConfig.from_options(None, {"model": "revnet18", "data": "digits"}).stages == 4

@@ -34,6 +34,11 @@ class EvaluateOptions(DeviceOptions):
     autocast: str | None = like(
         RunOptions, "autocast", group=None, choices=("bf16", "float32"), default_text="that of the run"
     )
+    weights: str = option(
+        "last",
+        help="weights of the end, of the best evaluation, or averaged (--ema)",
+        choices=("last", "best", "ema"),
+    )
     json: bool = option(False, help="print JSON")
 
 
@@ -54,7 +59,12 @@ def run(options: argparse.Namespace) -> None:
     check_values(EvaluateOptions, vars(options))
     device = set_up_device(options)
     score = evaluate_run(
-        options.folder, data=options.data, device=device, batch_size=options.batch_size, autocast=options.autocast
+        options.folder,
+        data=options.data,
+        device=device,
+        batch_size=options.batch_size,
+        autocast=options.autocast,
+        weights=options.weights,
     )
     if options.json:
         found = {name: value for name, value in asdict(score).items() if value is not None}

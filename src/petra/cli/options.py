@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from petra.cli.config_file import read_config_file
 from petra.cli.device import set_up_device
 from petra.methods import find
 from petra.runs.config import RunConfig
@@ -30,7 +31,7 @@ from petra.runs.option_fields import (
 from petra.runs.recipes import RECIPES
 from petra.runs.run_options import CHECKPOINTS, MODEL, PROCESSES, TRAINING
 from petra.schedule import find_schedule
-from petra.trainer.loggers import TensorBoardLogger
+from petra.trainer.loggers import LOGGERS, make_logger
 from petra.trainer.schedules import accepts
 
 __all__ = [
@@ -61,6 +62,20 @@ class RecipeOption:
 
 
 @dataclass(kw_only=True)
+class ConfigFileOption:
+    """A file with options."""
+
+    config: Path | None = option(
+        None,
+        help="options from a .yaml, .toml or .json file, such as the config.json of a run; those on the command line "
+        "override them",
+        group=MODEL,
+        metavar="FILE",
+        default_text="none",
+    )
+
+
+@dataclass(kw_only=True)
 class NetworkOptions:
     """Arguments of the network."""
 
@@ -83,6 +98,21 @@ class NetworkOptions:
         None,
         help="any other argument of the network, like --set window=4; may be given more than once",
         group=MODEL,
+        metavar="NAME=VALUE",
+        parse=setting,
+        keywords={"action": "append"},
+    )
+
+
+@dataclass(kw_only=True)
+class OptimizerOptions:
+    """Arguments of the optimizer."""
+
+    set_optimizer: list[tuple[str, Any]] | None = option(
+        None,
+        help="an argument of an optimizer of torch.optim or of your own, like --set-optimizer alpha=0.9; may be given "
+        "more than once",
+        group=TRAINING,
         metavar="NAME=VALUE",
         parse=setting,
         keywords={"action": "append"},
@@ -121,6 +151,16 @@ class ExecutionOptions(DeviceOptions):
         group=WHERE,
     )
     tensorboard: bool = option(False, help="also write metrics for TensorBoard", group=WHERE)
+    logger: tuple[str, ...] = option(
+        (),
+        help="also send metrics to these tools",
+        group=WHERE,
+        metavar="NAME",
+        choices=tuple(LOGGERS),
+        parse=str,
+        default_text="none",
+        keywords={"nargs": "+"},
+    )
     quiet: bool = option(False, help="print no progress and no notes", group=WHERE)
 
 
@@ -210,11 +250,15 @@ def add_run_options(parser: argparse.ArgumentParser, with_method: bool) -> None:
     groups = {name: described.group for name, (_, described) in options_of(RunConfig).items()}
     names = [name for name, group in groups.items() if group == MODEL]
     add_options(parser, RecipeOption)
+    add_options(parser, ConfigFileOption)
     add_options(parser, RunConfig, names[:1])
     add_options(parser, NetworkOptions)
     add_options(parser, RunConfig, names[1:])
     training = [name for name, group in groups.items() if group == TRAINING and (with_method or name != "method")]
-    add_options(parser, RunConfig, training)
+    position = training.index("optimizer") + 1
+    add_options(parser, RunConfig, training[:position])
+    add_options(parser, OptimizerOptions)
+    add_options(parser, RunConfig, training[position:])
     add_options(parser, ExecutionOptions)
 
 
@@ -243,9 +287,21 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     check_values(ExecutionOptions, vars(options))
     found = {name: getattr(options, name, None) for name in options_of(RunConfig)}
     result = {name: value for name, value in found.items() if value is not None}
+    if getattr(options, "set_optimizer", None):
+        result["optimizer_options"] = dict(options.set_optimizer)
     if arguments := model_options(options):
         result["model_options"] = arguments
-    return result
+    return _with_config_file(options, result) if getattr(options, "config", None) else result
+
+
+def _with_config_file(options: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of --config, overridden by those of the command line."""
+    recipe, found = read_config_file(options.config, set(options_of(NetworkOptions)) - {"set"})
+    options.recipe = options.recipe or recipe
+    for name in ("model_options", "optimizer_options"):
+        if name in found and name in result:
+            result[name] = {**found[name], **result[name]}
+    return {**found, **result}
 
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -274,6 +330,8 @@ def spell_options(options: Mapping[str, Any]) -> list[str]:
     known = options_of(NetworkOptions)
     for name, value in options.get("model_options", {}).items():
         words += [flag_of(name), spell(value)] if name in known else ["--set", f"{name}={spell(value)}"]
+    for name, value in options.get("optimizer_options", {}).items():
+        words += ["--set-optimizer", f"{name}={spell(value)}"]
     return words
 
 
@@ -296,5 +354,6 @@ def reject_unused(options: argparse.Namespace, names: Sequence[str]) -> None:
 
 def reporting(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a `Run` that do not decide its result."""
-    callbacks = [TensorBoardLogger()] if options.tensorboard else []
+    names = dict.fromkeys(["tensorboard"] * options.tensorboard + list(options.logger or ()))
+    callbacks = [make_logger(name) for name in names]
     return {"callbacks": callbacks, "quiet": options.quiet, "cuda_graph": options.cuda_graph}

@@ -23,6 +23,7 @@ from petra.distributed.job import ReportedElsewhere, join, world_size
 from petra.distributed.launch import launch_ranks
 from petra.formatting import counted, mebibytes
 from petra.runs.config import MAY_CHANGE, RunConfig
+from petra.runs.dry_run import dry_run
 from petra.runs.option_fields import check_values, option, whole_numbers
 from petra.runs.run import Run
 from petra.runs.run_folder import CONFIG, check_no_run, started_by_this_job
@@ -59,6 +60,11 @@ class ProcessOptions:
         above=0,
         below=1e8,
     )
+    dry_run: bool = option(
+        False,
+        help="print stages, staleness, and predicted memory and time, and do not train",
+        group=WHERE,
+    )
     trace: int = option(
         0,
         help="write a timeline of this many ticks (100 if no number is given)",
@@ -92,11 +98,15 @@ def run(options: argparse.Namespace) -> int:
     """Train, and print the result."""
     check_values(ProcessOptions, vars(options))
     if not options.resume:
-        folder = options.out or _default_folder(RunConfig.from_options(options.recipe, given(options)))
+        asked = given(options)  # --config may set the recipe
+        folder = options.out or _default_folder(RunConfig.from_options(options.recipe, asked))
         if started_by_this_job(folder):  # torchrun has restarted it
             options.resume, options.overwrite, options.out = True, False, folder
     config, folder = configure(options)
     ranks = _ranks(options, config)
+    if options.dry_run:
+        print(dry_run(config, set_up_device(options), ranks=ranks, placement=options.placement).report())
+        return 0
     if not (options.resume or options.overwrite):
         check_no_run(folder, "--resume to continue it, --overwrite to replace it")
     if not options.resume:
@@ -209,6 +219,7 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
     """Options by name, those of the network among the others, as JSON values."""
     flat: dict[str, Any] = {**options.get("model_options", {}), **options}
     flat.pop("model_options", None)
+    flat |= {f"optimizer {name}": value for name, value in (flat.pop("optimizer_options", None) or {}).items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
 
 

@@ -161,9 +161,7 @@ class Transport(ABC):
             Those of all stages of this replica.
         """
         gathered = self.gather({str(stage): float(norm) for stage, norm in norms.items()})
-        own = [
-            found for found, at in zip(gathered, self.positions(), strict=True) if self.position.replica == at.replica
-        ]
+        own = gathered[self.position.replica :: self.position.replicas]
         return {int(stage): norm for found in own for stage, norm in found.items()}
 
     def send_norms(self, norms: Sequence[Any]) -> Callable[[], list[float]]:

@@ -49,7 +49,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """The states of all parameters; changing an entry changes that of its optimizer."""
         return defaultdict(dict, {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters.
 
         Args:

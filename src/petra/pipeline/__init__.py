@@ -2,9 +2,9 @@
 
 Start with `stage.py` (forward, backward and update of one stage) and `executor.py` (which stage acts when).
 `mailbox.py` holds the messages between stages, in the dtype and layout of `message_format.py`; `weight_stash.py` the
-old weights that some methods need. `gradient_clipping.py` clips the gradients of all stages by
-their common norm, and `optimizer_factory.py` creates optimizers. `partition.py` cuts a network into stages, `build.py` builds them, and
-`message_shapes.py` infers the shapes of their messages.
+old weights that some methods need; `weight_average.py` averages of the weights. `gradient_clipping.py` clips the
+gradients of all stages by their common norm, and `optimizer_factory.py` creates optimizers. `partition.py` cuts a
+network into stages, `build.py` builds them, and `message_shapes.py` infers the shapes of their messages.
 """
 
 from petra.pipeline.activity import Activity
@@ -18,6 +18,7 @@ from petra.pipeline.message_shapes import ShapeInference
 from petra.pipeline.partition import DoesNotFit, assign, balance, partition
 from petra.pipeline.results import Diverged, MicrobatchResult, NonFiniteLoss
 from petra.pipeline.stage import Stage
+from petra.pipeline.weight_average import WeightAverage
 
 __all__ = [
     "Activity",
@@ -35,6 +36,7 @@ __all__ = [
     "Stage",
     "StageBuilder",
     "TickRunner",
+    "WeightAverage",
     "assign",
     "balance",
     "partition",

@@ -18,6 +18,7 @@ from petra.methods import BackwardMessage, Method, SavedState, StageLayers, Synt
 from petra.optim import CapturableOptimizer, optimizers_of
 from petra.pipeline.accumulation import accumulate, set_zero_gradients
 from petra.pipeline.results import MicrobatchResult, check_finite, check_loss, evaluate_loss
+from petra.pipeline.weight_average import WeightAverage
 from petra.pipeline.weight_stash import WeightStash
 from petra.reversible.gradients import vjp
 from petra.reversible.streams import Streams, leaves, single
@@ -80,6 +81,8 @@ class Stage:
         self.corrections = corrections
         self.peak_lrs = peak_lrs
         self.synthesizer = synthesizer
+        self.ema: WeightAverage | None = None
+        """The moving average of the weights, where there is one."""
         self.saved: dict[int, SavedState] = {}
         """The saved state of each micro-batch between its forward and its backward."""
         self.stash = WeightStash(self.parameters, method.saves_graphs) if method.stashes_weights else None
@@ -240,6 +243,8 @@ class Stage:
         elif self.optimizer is not None:
             with scaled_learning_rates(self.optimizer):
                 self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update()
         if not self.capturing:
             self.finish_update()
         self.updates += 1
@@ -366,10 +371,13 @@ class Stage:
         return [b for layer in self.layers for b in layer.buffers()]
 
     def _states(self) -> list[Tensor]:
-        """Return the state of the optimizer and of the corrections."""
+        """Return the state of the optimizer and of the corrections, and averaged weights."""
         optimizer = self.optimizer.state.values() if self.optimizer is not None else ()
+        averages = self.ema.averages if self.ema is not None else []
         stage_corrections = self.corrections.tensors() if self.corrections is not None else []
-        return [v for state in optimizer for v in state.values() if isinstance(v, Tensor)] + stage_corrections
+        return (
+            [v for state in optimizer for v in state.values() if isinstance(v, Tensor)] + stage_corrections + averages
+        )
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of the parameters.

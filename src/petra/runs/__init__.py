@@ -1,8 +1,8 @@
 """Training runs in a folder.
 
 Start with `run.py`: one run from its configuration to its summary; its loop is that of `petra.trainer.loop`.
-`config.py` checks and merges its options, which are the fields in `run_options.py` (`option_fields.py` says what a field
-carries), with those of `recipes.py`. `trainer_setup.py` builds the trainer, and `resume.py` restores it from a
+`config.py` checks and merges its options, which are the fields in `run_options.py`, with those of `recipes.py`;
+`option_fields.py` says what a field carries. `trainer_setup.py` builds the trainer, and `resume.py` restores it from a
 checkpoint.
 `run_folder.py` names the files of a run, and `summary.py` describes it. For a finished run, `trained_network.py` loads
 its network from `weight_files.py`, `run_evaluation.py` tests it and `generation.py` writes text with it.

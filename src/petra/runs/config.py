@@ -26,11 +26,12 @@ from petra.trainer import optimizers
 from petra.trainer.loop import LoopSettings
 from petra.trainer.loss import cross_entropy
 from petra.trainer.lr_schedules import LR_SCHEDULES, CosineLRSchedule, StepLRSchedule
+from petra.trainer.optimizers import ADAPTIVE, OPTIMIZERS
+from petra.trainer.optimizers_by_name import default_lr, optimizer_by_name
 from petra.trainer.schedules import accepts, choose_schedule
 from petra.trainer.stability import largest_lr
-from petra.trainer.validation import choose_corrections
+from petra.trainer.validation import DEFAULT_STAGES, choose_corrections
 
-ADAPTIVE = ("adamw", "nadamw", "muon", "soap")
 MAY_CHANGE = (
     "checkpoint_every",
     "checkpoint_epochs",
@@ -84,10 +85,13 @@ class RunConfig(RunOptions):
                 f"--lr-milestones is {list(options['lr_milestones'])}, but --lr-schedule is cosine: leave one of them "
                 "out"
             )
-        if "beta2" in options and merged.get("optimizer") not in ADAPTIVE:
+        if "beta2" in options and merged.get("optimizer", "sgd") == "sgd":
             raise ValueError(f"--beta2 is {options['beta2']}, but sgd has none: add --optimizer adamw, or leave it out")
-        if "stages" not in options and "stages" in merged and isinstance(merged["stages"], int):
-            merged["stages"] = min(merged["stages"], len(outline(merged["model"], model_options)))
+        if "optimizer" in options and "optimizer_options" not in options:
+            merged.pop("optimizer_options", None)  # those of the recipe are for its optimizer
+        stages = merged.get("stages", DEFAULT_STAGES)
+        if "stages" not in options and isinstance(stages, int):
+            merged["stages"] = min(stages, len(outline(merged["model"], model_options)))
         return cls(**merged)
 
     @classmethod
@@ -149,6 +153,8 @@ class RunConfig(RunOptions):
             return self.lr
         if self.optimizer in ADAPTIVE:
             return 1e-3
+        if self.optimizer != "sgd":
+            return default_lr(self.optimizer)
         rule, method = optimizers.base_learning_rate(self.batch_size, self.accumulate), methods.find(self.method)
         if not method.stale or any(name.startswith("inertia") for name in self.corrections):
             return rule
@@ -161,7 +167,7 @@ class RunConfig(RunOptions):
         """The weight decay: as given, or the default of the optimizer."""
         if self.weight_decay is not None:
             return self.weight_decay
-        return 0.05 if self.optimizer in ADAPTIVE else 5e-4
+        return {"sgd": 5e-4, **dict.fromkeys(ADAPTIVE, 0.05)}.get(self.optimizer, 0.0)
 
     @property
     def beta1(self) -> float:
@@ -186,6 +192,16 @@ class RunConfig(RunOptions):
         self, parameters: list[nn.Parameter], hidden: Container[torch.Tensor] = ()
     ) -> torch.optim.Optimizer:
         """Return the optimizer of a stage with these parameters; ``hidden`` are those that Muon orthogonalises."""
+        if self.optimizer not in OPTIMIZERS:
+            return optimizer_by_name(
+                self.optimizer,
+                parameters,
+                lr=self.base_lr,
+                weight_decay=self.decay,
+                momentum=self.momentum,
+                beta2=self.beta2,
+                options=self.optimizer_options,
+            )
         rates: dict[str, float] = {"lr": self.base_lr, "weight_decay": self.decay}
         betas = (self.beta1, self.second_beta)
         match self.optimizer:
@@ -204,7 +220,7 @@ class RunConfig(RunOptions):
         """Return the learning-rate curve of a training with so many micro-batches per epoch."""
         updates = batches / self.accumulate
         epochs = self.training_epochs(batches)
-        warmup = min(5.0, epochs / 2) if self.warmup_epochs is None else self.warmup_epochs
+        warmup = min(5.0, epochs / 4) if self.warmup_epochs is None else self.warmup_epochs
         if self.lr_schedule == "cosine":
             return CosineLRSchedule(epochs, updates, warmup)
         return StepLRSchedule(epochs, updates, warmup, tuple(self.lr_milestones))
@@ -262,7 +278,17 @@ class RunConfig(RunOptions):
     def validate(self) -> None:
         """Raise ValueError for the first option that cannot work."""
         check_values(type(self), vars(self))
-        if not self.nesterov and self.optimizer in ADAPTIVE:
+        if self.optimizer_options and self.optimizer in OPTIMIZERS:
+            name = next(iter(self.optimizer_options))
+            raise ValueError(
+                f"--set-optimizer gives {name}, but {self.optimizer} takes --lr, --momentum, --beta2 and "
+                "--weight-decay: leave it out, or choose a class of torch.optim"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            self.make_optimizer([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])
+        if self.clip == "global" and self.clip_norm is None:
+            raise ValueError("--clip is global, but there is no --clip-norm: add it, or leave --clip out")
+        if not self.nesterov and self.optimizer != "sgd":
             raise ValueError(f"--no-nesterov is for sgd, not for {self.optimizer}: leave it out")
         if self.replicas > self.batch_size:
             raise ValueError(

@@ -71,8 +71,9 @@ class Option:
         """
         if value is None:
             return
-        if self.choices and value not in self.choices:
-            raise ValueError(f"{flag} is {value!r}: {suggestion(str(value), self.choices)}")
+        for one in value if self.choices and isinstance(value, list | tuple) else [value]:
+            if self.choices and one not in self.choices:
+                raise ValueError(f"{flag} is {one!r}: {suggestion(str(one), self.choices)}")
         if self.limits() and not all(self._allows(number) for number in _numbers(value)):
             shown = list(value) if isinstance(value, tuple) else value
             several = "numbers " if isinstance(value, list | tuple) else ""

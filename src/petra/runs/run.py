@@ -32,8 +32,9 @@ from petra.runs.run_folder import (
 from petra.runs.summary import read_summary, summarise
 from petra.runs.trained_network import NetworkSpec, vocabulary_files
 from petra.runs.trainer_setup import TrainerSetup, config_warnings
-from petra.runs.weight_files import same_weights
+from petra.runs.weight_files import file_hashes, same_weights
 from petra.trainer import checkpoint
+from petra.trainer.best_weights import AVERAGE
 from petra.trainer.callbacks import Callback
 from petra.trainer.checkpoint import Checkpoints
 from petra.trainer.evaluation import Evaluation
@@ -172,6 +173,9 @@ class Run(TrainingLoop):
         self.run()
         return self._summary
 
+    def describe(self) -> dict[str, Any]:
+        return self.config.to_json()
+
     def close(self) -> None:
         """Close the progress bar and the files."""
         super().close()
@@ -222,7 +226,8 @@ class Run(TrainingLoop):
         if self.progress.memory:
             return -1
         schedule = self.trainer.schedule
-        first = max(self._fill_start + schedule.staleness(0) + schedule.accumulate, self._measured_from)
+        # After a resumption, a smaller last micro-batch of the epoch before may be in the pipeline.
+        first = max(self._fill_start, self._measured_from) + schedule.staleness(0) + schedule.accumulate
         return min(first + (self._fill_start - first - 1) % schedule.cycle, self._microbatches - 1)
 
     @property
@@ -253,8 +258,13 @@ class Run(TrainingLoop):
             return
         weights = self._whole_network()
         bits = bits_per_byte(self._data, self.progress.test_loss)
+        averages = self.trainer.weights(average=True) if self.config.ema is not None else None
         self._summary = summarise(self.config, self.trainer, self.progress, weights, bits, self.step)
         if self.is_main:
+            self._best.commit()  # the summary has its hash
+            if averages is not None:
+                checkpoint.export_weights(averages, self.run_folder / AVERAGE)
+            self._summary |= file_hashes(self.run_folder, list(weights))
             checkpoint.export_weights(weights, self.run_folder / WEIGHTS)
             checkpoint.write_json(self.run_folder / SUMMARY, self._summary)
         self.transport.gather(None)

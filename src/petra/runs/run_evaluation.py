@@ -37,6 +37,7 @@ def evaluate_run(
     device: torch.device | str = "cpu",
     batch_size: int | None = None,
     autocast: str | None = None,
+    weights: str = "last",
 ) -> Score:
     """Evaluate the network of a run; options that are not given are those of the run.
 
@@ -46,6 +47,7 @@ def evaluate_run(
         device: The device to compute on.
         batch_size: The number of samples in a batch.
         autocast: The precision of residual functions: `"bf16"` or `"float32"`.
+        weights: `"last"`, `"best"` or `"ema"`.
 
     Returns:
         The loss and the accuracy.
@@ -53,7 +55,7 @@ def evaluate_run(
     Raises:
         ValueError: If the run has not finished, its files are damaged, or the data is of another kind.
     """
-    network, spec, config = load(folder, device), NetworkSpec.read(folder), RunConfig.read(folder / CONFIG)
+    network, spec, config = load(folder, device, weights), NetworkSpec.read(folder), RunConfig.read(folder / CONFIG)
     if data is not None:
         config = replace(config, data=data)
     if autocast is not None:

@@ -14,7 +14,7 @@ from petra.trainer.best_weights import AVERAGE, BEST, PENDING
 FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
     *("vocabulary.json", "tokenizer.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
-    *(BEST, PENDING, AVERAGE),
+    *(BEST, PENDING, AVERAGE, "wandb.json", "mlflow.json"),
 )
 CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *_OTHERS = FILES
 FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, *_ = _OTHERS

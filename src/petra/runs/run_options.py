@@ -12,6 +12,7 @@ from petra.methods import METHODS
 from petra.runs.option_fields import fractions, option, schedule_option, whole_numbers
 from petra.trainer.lr_schedules import LR_SCHEDULES
 from petra.trainer.optimizers import OPTIMIZERS
+from petra.trainer.validation import DEFAULT_STAGES
 
 MODEL, TRAINING, PROCESSES, CHECKPOINTS = "model and data", "training", "several processes", "checkpoints"
 
@@ -62,11 +63,12 @@ class RunOptions:
     """Arguments of the network; on the command line --width, --depth, … and --set."""
     method: str = option("petra", help="training method", group=TRAINING, metavar="NAME", choices=tuple(METHODS))
     stages: int | list[int] = option(
-        4,
+        DEFAULT_STAGES,
         help="number of stages, or layers in each stage like 3,3,2,2",
         group=TRAINING,
         metavar="N",
         parse=whole_numbers,
+        default_text=f"{DEFAULT_STAGES}, at most one per layer",
     )
     schedule: str | list[int] | None = option(
         None,
@@ -115,11 +117,14 @@ class RunOptions:
     )
     optimizer: str = option(
         "sgd",
-        help="optimizer of every stage; muon orthogonalises the matrices of inner layers and leaves the rest to AdamW",
+        help=f"optimizer of every stage: {', '.join(OPTIMIZERS)}, a class of torch.optim such as adagrad or "
+        "torch.optim.RMSprop, or one of your own as package.module:Class. muon orthogonalises the matrices of inner "
+        "layers and leaves the rest to AdamW",
         group=TRAINING,
         metavar="NAME",
-        choices=OPTIMIZERS,
     )
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer; on the command line --set-optimizer."""
     lr: float | None = option(
         None,
         help="learning rate after warm-up",
@@ -164,7 +169,7 @@ class RunOptions:
         group=TRAINING,
         metavar="N",
         minimum=0,
-        default_text="5, but at most half of the training",
+        default_text="5, at most a quarter of the training",
     )
     lr_milestones: tuple[float, ...] = option(
         (0.5, 0.75),
@@ -177,10 +182,26 @@ class RunOptions:
     )
     clip_norm: float | None = option(
         None,
-        help="clip the gradient norm of each stage to this value",
+        help="clip the gradient norm to this value",
         group=TRAINING,
         above=0,
         default_text="no clipping",
+    )
+    clip: str = option(
+        "stage",
+        help="norm that --clip-norm limits: of each stage, or of the whole network. With schedules that are not exact, "
+        "global uses norms of other stages that are as many ticks old as there are stages",
+        group=TRAINING,
+        choices=("stage", "global"),
+    )
+    ema: float | None = option(
+        None,
+        help="also keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it",
+        group=TRAINING,
+        metavar="DECAY",
+        minimum=0,
+        below=1,
+        default_text="none",
     )
     label_smoothing: float = option(
         0.0,

@@ -55,6 +55,11 @@ def summarise(
         "test_accuracy": progress.test_accuracy,
         "test_loss": progress.test_loss,
         **({} if bits is None else {"bits_per_byte": bits}),
+        **(
+            {}
+            if config.ema is None
+            else {"ema_test_accuracy": progress.ema_test_accuracy, "ema_test_loss": progress.ema_test_loss}
+        ),
         "best_test_accuracy": progress.best_accuracy,
         "best_epoch": progress.best_epoch,
         "best_step": progress.best_step,

@@ -15,8 +15,8 @@ from petra.data.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceT
 from petra.reversible import FixedPointCoupling, Network
 from petra.runs.config import RunConfig
 from petra.runs.model_arguments import check_options, default_arguments, network_arguments
-from petra.runs.run_folder import CONFIG, NETWORK, TOKENIZER, VOCABULARY, WEIGHTS, check_finished
-from petra.runs.weight_files import check_hash, check_names, other_shapes, read_weights
+from petra.runs.run_folder import CONFIG, NETWORK, TOKENIZER, VOCABULARY, check_finished
+from petra.runs.weight_files import check_hash, check_names, other_shapes, read_weights, weight_file
 from petra.trainer.checkpoint import to_json_bytes
 from petra.trainer.validation import check_device
 
@@ -69,7 +69,7 @@ class NetworkSpec:
         return network.use_coupling(FixedPointCoupling) if self.coupling == "fixed-point" else network
 
 
-def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
+def load(path: str | Path, device: torch.device | str = "cpu", weights: str = "last") -> Network:
     """Load the trained network of a finished run, in evaluation mode.
 
     Inputs are as in training: images are floats of shape (batch, channels, height, width), normalised by `mean` and
@@ -82,9 +82,11 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
     Args:
         path: The folder that `petra train` has written.
         device: The device to put the network on.
+        weights: `"last"`, those of the end; `"best"`, those of the best evaluation; or `"ema"`, the average at the end
+            of a run with `--ema`.
 
     Returns:
-        The network with the final weights of the run.
+        The network with the weights.
 
     Raises:
         ValueError: If the folder holds no finished run, or its files are damaged.
@@ -92,15 +94,16 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Network:
     folder = Path(path).expanduser()
     check_finished(folder)
     check_device(torch.device(device))
-    spec, weights = NetworkSpec.read(folder), read_weights(folder / WEIGHTS)
+    spec, file = NetworkSpec.read(folder), weight_file(folder, weights)
+    found = read_weights(file)
     with torch.random.fork_rng(devices=[]):  # the random weights are replaced at once
         network = spec.network()
-    check_names(network, weights, folder / WEIGHTS)
-    for name in other_shapes(network, weights):
-        found, wanted = list(weights[name].shape), list(network.state_dict()[name].shape)
-        raise ValueError(f"{name} has shape {found} in {folder / WEIGHTS}, not {wanted}: restore the files of one run")
-    network.load_state_dict(weights)
-    check_hash(network.state_dict(), folder)
+    check_names(network, found, file)
+    for name in other_shapes(network, found):
+        shape, wanted = list(found[name].shape), list(network.state_dict()[name].shape)
+        raise ValueError(f"{name} has shape {shape} in {file}, not {wanted}: restore the files of one run")
+    network.load_state_dict(found)
+    check_hash(network.state_dict(), folder, file.name)
     return network.to(device).eval()
 
 

@@ -93,6 +93,8 @@ class TrainerSetup:
             schedule=schedule,
             flush_until=flush_until,
             clip_norm=config.clip_norm,
+            clip=config.clip,
+            ema=config.ema,
             autocast=config.autocast_dtype,
             seed=config.seed,
             device=self.device,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,10 +10,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from petra.formatting import first_line
+from petra.formatting import first_line, suggestion
 from petra.runs.run_folder import SUMMARY, TOKENIZER, VOCABULARY, WEIGHTS, check_finished
 from petra.runs.summary import read_summary
+from petra.trainer.best_weights import AVERAGE, BEST
 from petra.trainer.trainer import weights_hash
+
+WEIGHT_FILES = {"last": WEIGHTS, "best": BEST, "ema": AVERAGE}
+"""The files with weights of a run."""
+HASHES = {WEIGHTS: "weights_sha256", BEST: "best_sha256", AVERAGE: "ema_sha256"}
+"""Their hashes in the summary."""
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
@@ -97,9 +103,34 @@ def init_weights(network: nn.Module, source: str, vocabulary_files: Mapping[str,
     return f"starts from the weights of {file}{kept}{renamed}"
 
 
-def check_hash(weights: Mapping[str, Tensor], folder: Path) -> None:
+def weight_file(folder: Path, weights: str) -> Path:
+    """Return the file of a finished run with these weights: `last`, `best` or `ema`."""
+    if weights not in WEIGHT_FILES:
+        raise ValueError(f"weights is {weights!r}: {suggestion(weights, list(WEIGHT_FILES))}")
+    file = folder / WEIGHT_FILES[weights]
+    if not file.exists():
+        why = {"best": "was trained with --no-save-best", "ema": "was trained without --ema"}[weights]
+        raise ValueError(f"{file} does not exist: the run {why}, so it has the last weights only")
+    return file
+
+
+def file_hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the hashes of the best and averaged weights of a run, with tensors in the order of `names`."""
+    hashes = {}
+    for name, key in HASHES.items():
+        if name != WEIGHTS and (folder / name).exists():
+            found = read_weights(folder / name)
+            hashes[key] = weights_hash({n: found[n] for n in names})
+    return hashes
+
+
+def check_hash(weights: Mapping[str, Tensor], folder: Path, name: str = WEIGHTS) -> None:
     """Raise ValueError unless `weights`, in the order of the network, have the hash in the summary of the run."""
-    if weights_hash(weights) != read_summary(folder / SUMMARY)["weights_sha256"]:
+    if weights_hash(weights) != read_summary(folder / SUMMARY).get(HASHES[name]):
+        if name != WEIGHTS:
+            raise ValueError(
+                f"{folder / name} is not what the run wrote (its hash is not the one in {SUMMARY}): restore a copy"
+            )
         raise ValueError(
             f"{folder / WEIGHTS} is not what the run wrote (its hash is not the one in {SUMMARY}): "
             f"restore a copy, or let `petra train --resume --out {folder}` write it again"

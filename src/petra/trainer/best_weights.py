@@ -80,7 +80,7 @@ class BestWeights:
         """Write the current weights; all ranks call it."""
         if self._folder is None:
             return
-        weights = self._trainer.weights()
+        weights = self._trainer.weights(average=self._trainer.ema is not None)
         if weights is not None:
             export_weights(weights, self._pending, {"step": str(step)})
 

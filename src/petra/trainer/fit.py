@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petra.data import BatchSource
+from petra.trainer.best_weights import AVERAGE
 from petra.trainer.callbacks import Callback
 from petra.trainer.checkpoint import Checkpoints, export_weights, write_json
 from petra.trainer.loop import LoopSettings, TrainingLoop
@@ -35,6 +36,10 @@ class FitResult:
     """The loss on the test data at the end; None without test data."""
     test_accuracy: float | None
     """The accuracy on the test data at the end; None if it is unknown."""
+    ema_test_loss: float | None
+    """The loss of the averaged weights on the test data; None without `ema`."""
+    ema_test_accuracy: float | None
+    """The accuracy of the averaged weights."""
     best: float | None
     """The best value of the monitored metric."""
     best_step: int
@@ -92,6 +97,8 @@ class Fit(TrainingLoop):
     def _finish(self) -> None:
         if self.folder is not None:
             exports = {WEIGHTS: self.trainer.weights()}
+            if self.trainer.ema is not None:
+                exports[AVERAGE] = self.trainer.weights(average=True)
             if self.is_main:
                 for name, weights in exports.items():
                     if weights is not None:
@@ -116,6 +123,8 @@ class Fit(TrainingLoop):
             "parameters": sum(p.numel() for p in self.trainer.network.parameters()),
             "test_loss": progress.test_loss if self._test is not None else None,
             "test_accuracy": progress.test_accuracy if self._test is not None else None,
+            "ema_test_loss": progress.ema_test_loss,
+            "ema_test_accuracy": progress.ema_test_accuracy,
             "best": progress.best,
             "best_step": progress.best_step,
             "best_epoch": progress.best_epoch,
@@ -135,6 +144,8 @@ class Fit(TrainingLoop):
             train_loss=evaluated[-1]["train_loss"] if evaluated else None,
             test_loss=progress.test_loss if self._test is not None else None,
             test_accuracy=progress.test_accuracy if self._test is not None else None,
+            ema_test_loss=progress.ema_test_loss,
+            ema_test_accuracy=progress.ema_test_accuracy,
             best=progress.best,
             best_step=progress.best_step,
             stopped_early=progress.stopped_early,

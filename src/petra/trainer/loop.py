@@ -130,6 +130,14 @@ class TrainingLoop:
         epoch, batch, length = self.progress.epoch, self.progress.batch, batch_count(self.train)
         return epoch if batch == 0 or length is None else round(epoch + batch / length, 4)
 
+    def describe(self) -> dict[str, Any]:
+        """Return the settings of the training, for loggers.
+
+        Returns:
+            Plain values by name.
+        """
+        return dict(self.trainer.layout)
+
     def stop(self) -> None:
         """End the training after this step: drain, evaluate and save. All ranks must call it in the same step."""
         self._stopping = True
@@ -280,6 +288,10 @@ class TrainingLoop:
             evaluation = self.trainer.evaluate(self._test(), self._test_loss)
             progress.test_loss, progress.test_accuracy = evaluation.loss, evaluation.accuracy
             found = {"test_loss": evaluation.loss, "test_accuracy": evaluation.accuracy} | self._more(evaluation)
+            if self.trainer.ema is not None:
+                averaged = self.trainer.evaluate(self._test(), self._test_loss, average=True)
+                found |= {"ema_test_loss": averaged.loss, "ema_test_accuracy": averaged.accuracy}
+                progress.ema_test_loss, progress.ema_test_accuracy = averaged.loss, averaged.accuracy
             self._call("on_evaluate", evaluation)
         record = self._log(found, reset=True)
         if within:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from petra.optim import SOAP, Muon, NAdamW, muon_groups
 
-OPTIMIZERS = ("sgd", "adamw", "nadamw", "muon", "soap")
+ADAPTIVE = ("adamw", "nadamw", "muon", "soap")
+OPTIMIZERS = ("sgd", *ADAPTIVE)
 
 
 def sgd(
@@ -25,7 +26,7 @@ def sgd(
     weight_decay: float = 0.0,
 ) -> torch.optim.SGD:
     """SGD with Nesterov momentum and no weight decay on norms and biases (Goyal et al., 2017)."""
-    groups, fused = _groups(parameters, weight_decay), _fused(parameters)
+    groups, fused = parameter_groups(parameters, weight_decay), _fused(parameters)
     return torch.optim.SGD(groups, lr, momentum=momentum, nesterov=nesterov and momentum > 0, fused=fused)
 
 
@@ -37,7 +38,7 @@ def adamw(
     weight_decay: float = 0.0,
 ) -> torch.optim.AdamW:
     """AdamW with no weight decay on norms and biases."""
-    return torch.optim.AdamW(_groups(parameters, weight_decay), lr, betas=betas, fused=_fused(parameters))
+    return torch.optim.AdamW(parameter_groups(parameters, weight_decay), lr, betas=betas, fused=_fused(parameters))
 
 
 def nadamw(
@@ -51,7 +52,7 @@ def nadamw(
 
     Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization", 2025.
     """
-    return NAdamW(_groups(parameters, weight_decay), lr, betas=betas)
+    return NAdamW(parameter_groups(parameters, weight_decay), lr, betas=betas)
 
 
 def muon(
@@ -75,7 +76,7 @@ def soap(
     weight_decay: float = 0.0,
 ) -> SOAP:
     """SOAP with no weight decay on norms and biases, which are updated by AdamW."""
-    return SOAP(_groups(parameters, weight_decay), lr, betas=betas)
+    return SOAP(parameter_groups(parameters, weight_decay), lr, betas=betas)
 
 
 def base_learning_rate(batch_size: int, accumulate: int) -> float:
@@ -88,7 +89,8 @@ def _fused(parameters: Sequence[nn.Parameter]) -> bool | None:
     return True if all(p.is_cuda and p.is_floating_point() for p in parameters) else None
 
 
-def _groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return one group with weight decay, and one without it for norms, biases and other vectors."""
     decayed = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -44,6 +44,8 @@ class RunProgress:
     """The value that it has to improve on."""
     test_loss: float = 0.0
     test_accuracy: float | None = 0.0
+    ema_test_loss: float | None = None
+    ema_test_accuracy: float | None = None
     evaluated_at: int = -1
     """The micro-batch of the last evaluation; -1 if there was none, or the weights have changed since."""
     seconds: float = 0.0

@@ -121,6 +121,7 @@ def save_weights(stage: Stage, network: Mapping[str, Tensor], names: Names) -> d
         "corrections": None if stage.corrections is None else _named_corrections(stage.corrections, names),
         "highest": None if stage.peak_lrs is None else {names[p]: v for p, v in stage.peak_lrs.state_dict().items()},
         "synthesizer": None if stage.synthesizer is None else stage.synthesizer.state_dict(),
+        "ema": None if stage.ema is None else stage.ema.state_dict(),
         "updates": stage.updates,
     }
 
@@ -140,6 +141,8 @@ def load_weights(stage: Stage, saved: Mapping[str, Any], names: Names) -> None:
         _load_corrections(stage, [saved["corrections"]], saved["corrections"], names, device)
     if stage.synthesizer is not None:
         stage.synthesizer.load_state_dict(moved(saved["synthesizer"], device))
+    if stage.ema is not None:
+        stage.ema.load_state_dict(saved.get("ema") or {})
 
 
 def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names, blank: int) -> None:
@@ -155,6 +158,8 @@ def load_drained(stage: Stage, saved: Iterable[Mapping[str, Any]], names: Names,
     stage.load_in_flight_state_dict({"saved": {}, "gradients": [None] * len(stage.parameters), "accumulated": 0})
     if stage.stash is not None:
         stage.stash.load_state_dict({"version": stage.updates, "needed": {}, "copies": {}})
+    if stage.ema is not None:
+        stage.ema.load_state_dict({name: value for state in saved for name, value in (state.get("ema") or {}).items()})
     if stage.synthesizer is not None:
         synthesizers = {
             state["synthesizer"]["next_layer_index"]: state["synthesizer"] for state in saved if state["synthesizer"]

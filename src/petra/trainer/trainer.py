@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from petra.pipeline import (
     ShapeInference,
     Stage,
     StageBuilder,
+    WeightAverage,
     partition,
 )
 from petra.pipeline.optimizer_factory import OptimizerFactory
@@ -44,6 +47,7 @@ from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
 from petra.trainer.schedules import choose_schedule
 from petra.trainer.stability import StalenessWarning
 from petra.trainer.validation import (
+    DEFAULT_STAGES,
     SchedulerFactory,
     check_batch,
     check_clip,
@@ -84,7 +88,8 @@ class Trainer:
             Without it, `defaults` decides about the optimizer, and about the scheduler and the corrections unless they
             are given.
         method: The name of a training method (`petra methods` lists them), or a `petra.Method`.
-        stages: The number of stages, or the number of layers of each.
+        stages: The number of stages, or the number of layers of each. By default 4, but at most one per layer; on more
+            than 4 ranks, one per rank.
         scheduler: Creates a learning-rate scheduler for an optimizer. It is stepped after every update of the stage.
         accumulate: The number k of micro-batches whose mean gradient makes one update.
         schedule: When stages act; by default, the schedule of the method. With exact gradients: `"sequential"`,
@@ -104,6 +109,8 @@ class Trainer:
         placement: The rank of each stage; by default, each rank holds about as many consecutive stages.
         comm_dtype: The dtype of messages between stages; `torch.bfloat16` halves them. Where it is `autocast` too,
             stages of one layer compute with streams as they arrive.
+        ema: The decay of an exponential moving average of the weights, such as 0.999; None averages nothing. Every
+            stage averages its weights and running statistics after each of its updates.
         corrections: Corrections of staleness: names such as `"predict"` or `"shrink:0.9"`, or objects of
             `petra.corrections`. None means none, or those of `defaults`.
         cuda_graph: Capture ticks of a full pipeline as CUDA graphs. None does so on a GPU in one process; True raises
@@ -134,7 +141,7 @@ class Trainer:
         loss: Loss,
         optimizer: OptimizerFactory | None = None,
         method: str | Method = "petra",
-        stages: int | Sequence[int] = 1,
+        stages: int | Sequence[int] | None = None,
         scheduler: SchedulerFactory | None = None,
         accumulate: int = 1,
         schedule: str | Sequence[int] | None = None,
@@ -147,21 +154,25 @@ class Trainer:
         transport: Transport | None = None,
         placement: Sequence[int] | None = None,
         comm_dtype: torch.dtype | None = None,
+        ema: float | None = None,
         corrections: Sequence[str | Correction] | None = None,
         cuda_graph: bool | None = None,
     ) -> None:
         network = as_network(network)
         check_network(network)
         check_clip(clip, clip_norm)
+        if ema is not None and not (isinstance(ema, Real) and 0 <= ema < 1):
+            raise ValueError(f"ema is {ema!r}: give a decay from 0 to below 1, such as 0.999, or None")
         self.device = torch.device(device) if device is not None else device_of(network)
         check_kinds(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "comm_dtype": comm_dtype})
         check_device(self.device)
         self.method = methods.find(method) if isinstance(method, str) else method
         if not isinstance(self.method, Method):
             raise ValueError(f"method is {method!r}: give a name such as 'petra', or an object like DNI()")
-        cuts = partition(len(network), stages)
         self.transport = transport = transport if transport is not None else SingleProcess(self.device)
         position = transport.position
+        default = min(len(network), max(DEFAULT_STAGES, position.ranks))
+        cuts = partition(len(network), default if stages is None else stages)
         self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule, flush_until, position.ranks)
         self.defaults: TrainingDefaults | None = None
         """What is used because no optimizer was given; None if one was."""
@@ -240,6 +251,12 @@ class Trainer:
                 self.executor.capture.ineligible_reason = "gradients are clipped by the norm over all stages"
         self._names: dict[Tensor, str] = {p: name for name, p in network.named_parameters()}
         self._frozen = [p for stage in built for p in stage.parameters if not p.requires_grad]
+        self._loss_so_far: Tensor | None = None
+        self.ema = ema
+        """The decay of averaged weights; None if there are none."""
+        if ema is not None:
+            for stage in built:
+                stage.ema = WeightAverage(ema, weight_owner(network), self._network_of(stage.index).keys())
         advised = self.method.stale and position.is_main  # one process warns
         self._advisor = Advisor(network, built, self.schedule, self.corrections) if advised else None
         if self._advisor is not None and (text := self._advisor.before_training()):
@@ -270,6 +287,14 @@ class Trainer:
     def staleness(self) -> list[int]:
         """The number of micro-batches between forward and backward of each stage, in a full pipeline."""
         return list(self.layout["in_flight"])
+
+    @property
+    def last_loss(self) -> float | None:
+        """The loss of the newest micro-batch that has reached it; None on ranks without the last stage.
+
+        Reading it waits for the device.
+        """
+        return None if self._loss_so_far is None else float(self._loss_so_far)
 
     def learning_rates(self) -> dict[int, list[float]]:
         """Return the current learning rates.
@@ -311,6 +336,7 @@ class Trainer:
         results = self.executor.tick(
             to_device(streams, self.device, waits), to_device(targets, self.device, waits), weight
         )
+        self._loss_so_far = results[-1].loss if results else self._loss_so_far
         if self._advisor is not None and (text := self._advisor.observe(results)):
             self._warn(text)
         return results
@@ -407,23 +433,48 @@ class Trainer:
         return None if outputs is None else single(outputs)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor | Streams, Any]], loss: Loss | None = None) -> Evaluation:
+    def evaluate(
+        self, batches: Iterable[tuple[Tensor | Streams, Any]], loss: Loss | None = None, average: bool = False
+    ) -> Evaluation:
         """Compute loss and accuracy of batches; nothing in flight changes.
 
         Args:
             batches: Inputs and targets; with replicas, each replica gives its own share.
             loss: A loss to use instead of the trainer's.
+            average: Evaluate the averaged weights (`ema`).
 
         Returns:
             The result over the batches of all replicas, on every rank.
         """
         measure = self.loss if loss is None else loss
-        return evaluate(self.predict, batches, measure, self.device, self.transport)
+        with self.averaged_weights() if average else nullcontext():
+            return evaluate(self.predict, batches, measure, self.device, self.transport)
 
-    def weights(self) -> dict[str, Tensor] | None:
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give the network its averaged weights (`ema`) inside a `with` block, for `predict` and `evaluate`.
+
+        Raises:
+            ValueError: If the trainer averages nothing.
+        """
+        self._check_averages()
+        with ExitStack() as stack:
+            for stage in self.stages:
+                assert stage.ema is not None
+                stack.enter_context(stage.ema.applied())
+            yield
+
+    def _check_averages(self) -> None:
+        if self.ema is None:
+            raise ValueError("the trainer averages no weights: create it with ema, such as ema=0.999")
+
+    def weights(self, average: bool = False) -> dict[str, Tensor] | None:
         """Gather the `state_dict()` of the whole network, as copies on the CPU.
 
         All ranks call this. Micro-batches in flight are not in the weights yet: call `drain` first.
+
+        Args:
+            average: Return the averaged weights (`ema`).
 
         Returns:
             The weights on the main rank, which holds the last stage; None on other ranks.
@@ -433,6 +484,10 @@ class Trainer:
         """
         with self.transport.raise_on_all_ranks():
             own = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            if average:
+                self._check_averages()
+                for one in self.stages:
+                    own[one.index] |= one.ema.state_dict() if one.ema is not None else {}
             extra = [name for part in own.values() for name, value in part.items() if not isinstance(value, Tensor)]
             if extra:
                 raise ValueError(f"{extra[0]} is not a tensor: read it from the network, on the rank that holds it")

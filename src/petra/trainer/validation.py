@@ -22,6 +22,9 @@ from petra.reversible import Network
 from petra.reversible.streams import Streams
 from petra.schedule import InterleavedSchedule, PipelineSchedule
 
+DEFAULT_STAGES = 4
+"""The number of stages where none is given, if the network has as many layers."""
+
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -79,7 +82,7 @@ def check_kinds(
             raise ValueError(f"{name} is {dtype!r}: give a dtype like torch.bfloat16, or None for float32")
 
 
-def check_clip(clip: object, clip_norm: object) -> None:
+def check_clip(clip: str, clip_norm: float | None) -> None:
     """Raise ValueError for clipping that is not possible."""
     if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
         raise ValueError(f"clip_norm is {clip_norm!r}: give a positive norm, or None for no clipping")
