@@ -157,7 +157,8 @@ class Trainer:
         self.network = network
         """The network; if it was another module, its layers as `as_network` returns them."""
         self.loss = loss
-        self._loss_checked = len(cuts) == 1 or isinstance(self.schedule, SequentialSchedule)
+        self.loss_checked = len(cuts) == 1 or isinstance(self.schedule, SequentialSchedule)
+        """True if the loss was tried with outputs of the network, which takes one evaluation in the first `step`."""
         graph_capture = make_graph_capture(self.device, position, cuda_graph)
         self.layout: dict[str, Any] = {
             "method": self.method.name,
@@ -282,10 +283,10 @@ class Trainer:
         check_frozen(self._frozen, self.stages, self._names)
         streams = as_streams(inputs)
         check_batch(streams, targets, self.executor.microbatches, self.transport.position.replicas)
-        if not self._loss_checked:
+        if not self.loss_checked:
             with self.transport.raise_on_all_ranks():
                 check_loss_early(self.executor, self.loss, self.device, streams, targets)
-            self._loss_checked = True
+            self.loss_checked = True
         # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one.
         waits = not isinstance(self.schedule, SequentialSchedule)
         return self.executor.tick(
