@@ -165,7 +165,8 @@ class TestStages:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
     def test_evaluation_mode_is_not_trained(self):
-        module = make_reversible(transformer("LlamaForCausalLM"), coupling="bdia").eval()
+        module = make_reversible(transformer("LlamaForCausalLM"), coupling="bdia").train()
+        module.model.layers.eval()
         trainer = petra.Trainer(
             module, method="reversible", stages=3, loss=logits_loss, optimizer=lambda p: torch.optim.SGD(p, 0.05)
         )

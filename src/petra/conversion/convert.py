@@ -41,11 +41,10 @@ def make_reversible(
 
         x1 = x2 = x;   x1 ← x1 + f(x2), x2 ← x2 + g(x1) for each block;   y = x1 + x2 - x
 
-    **With this additive coupling, the network computes a different function** and needs fine-tuning. In both networks, y
-    is the sum of x and
-    all residuals. But here, each f receives x and the residuals of the g's only, and each g receives x and those of the
-    f's only. A single block computes the same as before. With two blocks, the second f is evaluated at x + g(a)
-    instead of x + f(x) + g(a), and so on. Post-norm blocks (BERT) also become pre-norm blocks.
+    **With this additive coupling, the network computes a different function** and needs fine-tuning. In both networks,
+    y is the sum of x and all residuals. But here, each f receives x and the residuals of the g's only, and each g
+    receives x and those of the f's only. A single block computes the same as before. With two blocks, the second f is
+    evaluated at x + g(a) instead of x + f(x) + g(a), and so on. Post-norm blocks (BERT) also become pre-norm blocks.
 
     Two other couplings start from the function that the network had. They combine three consecutive states,
 

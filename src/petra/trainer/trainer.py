@@ -56,6 +56,7 @@ from petra.trainer.validation import (
     make_stage_corrections,
     place_stages,
     stages_of_weights,
+    warn_if_not_reversible,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Trainer:
 
     Args:
         network: A `petra.Network`, an `nn.Sequential`, or another module that `petra.as_network` can cut into layers.
-            It is trained in place; its modules keep the modes (`train()` or `eval()`) that they are in.
+            It is trained in place. Its modules keep the modes (`train()` or `eval()`) that they are in; but if all are
+            in evaluation mode, as `from_pretrained` and `petra.load` return them, they are put into training mode.
         loss: A function of outputs and targets that returns one number.
         optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen. It may return a
             list of optimizers. A function with an argument `named_parameters` gets pairs of name and parameter; one
@@ -143,6 +145,8 @@ class Trainer:
         network = as_network(network)
         check_network(network)
         check_clip(clip, clip_norm)
+        if not any(m.training for m in network.modules()):  # as `from_pretrained` and `petra.load` return them
+            network.train()
         self.device = torch.device(device) if device is not None else device_of(network)
         check_kinds(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "comm_dtype": comm_dtype})
         check_device(self.device)
@@ -174,6 +178,7 @@ class Trainer:
         }
         """The settings that must be equal for `load_state_dict`."""
         check_no_sharing(network, cuts)
+        warn_if_not_reversible(self.method, network)
         if comm_dtype is not None:
             check_float32(network)
         in_channels_last = any(channels_last(p) for p in network.parameters())
