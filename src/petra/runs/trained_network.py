@@ -79,7 +79,8 @@ class NetworkSpec:
                 raise
             raise ValueError(
                 f"{file} names the network {self.model!r}, which is not registered here ({error}). For one of your "
-                "own, import the module that registers it before petra.load, or train with --model package.module:function"
+                "own, import the module that registers it before petra.load, or train with --model "
+                "package.module:function"
             ) from error
 
     def network(self) -> Network:
