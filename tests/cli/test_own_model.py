@@ -76,7 +76,7 @@ def test_train_evaluate_load_and_resume(own, capsys):
     assert score["test_accuracy"] == summary["test_accuracy"]
     network = petra.load(out)
     assert weights_hash(network.state_dict()) == summary["weights_sha256"]
-    assert list(network.state_dict())[0] == "embed.weight"
+    assert next(iter(network.state_dict())) == "embed.weight"
     assert main(["train", "--resume", "--out", str(out), "--quiet", "--threads", "1", "--device", "cpu"]) == 0
 
 

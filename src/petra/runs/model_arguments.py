@@ -143,9 +143,11 @@ def build_network(model: str, arguments: Mapping[str, Any]) -> Network:
 def outline(model: str, options: dict[str, Any]) -> Network:
     """Build the network on the meta device; its layers do not depend on the data."""
     check_options(model, options)
+    known = default_arguments(model)
+    missing = {name: value for name, value in _EXAMPLES.items() if name in accepted(model) and name not in known}
+    options = {**missing, **options}
     if is_import_path(model):
-        missing = {name: value for name, value in _EXAMPLES.items() if name in accepted(model)}
-        return build_network(model, {**missing, **default_arguments(model), **options})
+        return build_network(model, {**known, **options})
     defaults = {**default_arguments(model), **options}
     if "image_size" in defaults and "patch" in options:
         # Until the data is known: a size that patches and windows divide, however often they are merged.
