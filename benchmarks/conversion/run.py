@@ -2,8 +2,9 @@
 
     python benchmarks/conversion/run.py
 
-Trains networks of 6 blocks, pre-norm and post-norm, converts them with petra.make_reversible, and fine-tunes the
-converted network and, for comparison, a copy of the original. Prints a table and writes result.json next to this file.
+Trains networks of 6 blocks, pre-norm and post-norm, converts them with petra.make_reversible and every coupling, and
+fine-tunes the converted networks and, for comparison, the original. Measures accuracy before and after, and the peak
+activations of a training step. Prints a table and writes result.json next to this file.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from torch.nn.functional import cross_entropy, gelu
 
 import petra
 from petra.formatting import render
-from petra.measure import environment
+from petra.measure import MemoryProbe, environment
+
+COUPLINGS = ("additive", "bdia", "midpoint")
 
 
 class Classifier(nn.Module):
@@ -39,9 +42,19 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(self.blocks(self.start(x)))
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x) + self.position
-        x = self.norm(self.blocks(x)) if self.norm_first else self.blocks(self.norm(x))
-        return self.head(x.mean(1))
+        return x if self.norm_first else self.norm(x)
+
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.norm(x) if self.norm_first else x).mean(1))
+
+    def stages(self):
+        norms = ([], [self.norm]) if self.norm_first else ([self.norm], [])
+        start = (self.start, self.embed, self.position, *norms[0])
+        return [start, *self.blocks.layers, (self.finish, self.head, *norms[1])]
 
 
 def digits():
@@ -67,22 +80,35 @@ def train(network, x, y, epochs, lr, seed):
 
 @torch.no_grad()
 def accuracy(network, x, y):
-    return 100 * (network(x).argmax(1) == y).float().mean().item()
+    right = network.eval()(x).argmax(1) == y
+    network.train()
+    return 100 * right.float().mean().item()
 
 
 def measure(depth, norm_first, seed, data, options):
-    """Return accuracies before and after conversion, after fine-tuning, and of the original after the same tuning."""
+    """Return, for the original and each coupling, accuracy at first, accuracy after tuning, and peak activations."""
     x, y, test = *(part[:1400] for part in data), tuple(part[1400:] for part in data)
     torch.manual_seed(seed)
     network = Classifier(depth, norm_first)
     train(network, x, y, options.epochs, 1e-3, seed)
-    found = [accuracy(network, *test)]
-    converted = petra.make_reversible(copy.deepcopy(network))
-    found.append(accuracy(converted, *test))
-    for tuned in (converted, network):
+    networks = {"original": network}
+    for coupling in COUPLINGS:
+        networks[coupling] = petra.make_reversible(copy.deepcopy(network), coupling=coupling)
+    found = {}
+    for name, tuned in networks.items():
+        method = "backprop" if name == "original" else "reversible"
+        before, peak = accuracy(tuned, *test), activation_peak(tuned, method, x[:50], y[:50])
         train(tuned, x, y, options.tuning, 5e-4, seed + 100)
-        found.append(accuracy(tuned, *test))
+        found[name] = [before, accuracy(tuned, *test), peak]
     return found
+
+
+def activation_peak(network, method, x, y):
+    """Return the peak activations of a training step in MiB."""
+    trainer = petra.Trainer(network, method=method, loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    with MemoryProbe(trainer.executor) as probe:
+        trainer.step(x, y)
+    return probe.activation_peak / 2**20
 
 
 def main() -> None:
@@ -99,10 +125,13 @@ def main() -> None:
         for depth in options.depths:
             found = [measure(depth, norm_first, seed, data, options) for seed in range(options.seeds)]
             name = f"{depth} blocks, {'pre' if norm_first else 'post'}-norm"
-            rows.append([name, *(f"{statistics.mean(column):.1f} %" for column in zip(*found, strict=True))])
-            results.append({"network": name, "accuracies": found})
-            print(rows[-1], flush=True)
-    print(render(["", "trained", "converted", "fine-tuned", "original, fine-tuned"], rows))
+            for coupling in found[0]:
+                seeds = [one[coupling] for one in found]
+                before, after, peak = (statistics.mean(column) for column in zip(*seeds, strict=True))
+                rows.append([name, coupling, f"{before:.1f} %", f"{after:.1f} %", f"{peak:.1f} MiB"])
+                results.append({"network": name, "coupling": coupling, "before_after_peak": seeds})
+                print(rows[-1], flush=True)
+    print(render(["network", "coupling", "before tuning", "fine-tuned", "peak activations"], rows))
     path = Path(__file__).with_name("result.json")
     path.write_text(json.dumps({**vars(options), "results": results, "environment": environment()}, indent=2) + "\n")
 

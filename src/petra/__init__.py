@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from petra import models, optim
-    from petra.conversion import ConversionReport, as_network, conversion_report, make_reversible
+    from petra.conversion import ConversionReport, as_network, conversion_report, make_reversible, set_blend
     from petra.distributed import JobFailed, LostRank
     from petra.methods import METHODS, LayerError, Method
     from petra.pipeline import Diverged, MicrobatchResult, NonFiniteLoss
@@ -72,10 +72,11 @@ __all__ = [
     "optim",
     "pareprop",
     "plain_autograd",
+    "set_blend",
 ]
 
 _PACKAGES = {
-    "conversion": ("ConversionReport", "as_network", "conversion_report", "make_reversible"),
+    "conversion": ("ConversionReport", "as_network", "conversion_report", "make_reversible", "set_blend"),
     "distributed": ("JobFailed", "LostRank"),
     "methods": ("METHODS", "LayerError", "Method"),
     "pipeline": ("Diverged", "MicrobatchResult", "NonFiniteLoss"),

@@ -163,6 +163,7 @@ def test_residual_functions_run_once_forward_and_once_backward(method, stages):
         Classify(3, 4),
     )
     trainer = make(network, method=method, stages=stages)
+    trainer.loss_checked = True  # takes an evaluation
     for x, y in batches(9):
         trainer.step(x, y)
     trainer.drain()
@@ -176,6 +177,7 @@ def test_ordinary_layers_run_once_forward_and_once_backward_under_petra(stages):
     network = mixed_network()
     network[0], network[3], network[5] = layers
     trainer = make(network, stages=stages)
+    trainer.loss_checked = True  # takes an evaluation
     for x, y in batches(9):
         trainer.step(x, y)
     trainer.drain()

@@ -23,8 +23,8 @@ ALLOWED = {
     "cudagraph": ENGINE,
     "measure": ENGINE | {"distributed"},
     "trainer": ENGINE | {"conversion", "distributed", "cudagraph", "data"},
-    "runs": ENGINE | {"distributed", "cudagraph", "models", "data", "measure", "trainer"},
-    "cli": ENGINE | {"distributed", "cudagraph", "models", "data", "measure", "trainer", "runs"},
+    "runs": ENGINE | {"conversion", "distributed", "cudagraph", "models", "data", "measure", "trainer"},
+    "cli": ENGINE | {"conversion", "distributed", "cudagraph", "models", "data", "measure", "trainer", "runs"},
 }
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra import methods, models
+from petra import methods
 from petra.cli.device import cores
 from petra.cli.options import model_options
 from petra.data import text as text_data
 from petra.pipeline import partition
 from petra.reversible import Network
-from petra.runs.model_arguments import accepted, check_options, network_arguments
+from petra.runs.model_arguments import accepted, build_network, check_options, network_arguments
 from petra.runs.option_fields import like, option
 from petra.runs.run_options import MODEL, RunOptions
 from petra.schedule import PipelineSchedule
@@ -123,7 +123,7 @@ class PlanConfig:
     def network(self) -> Network:
         """Return the network, with the same weights on every rank."""
         torch.manual_seed(0)
-        return models.create(self.model, **self.model_options)
+        return build_network(self.model, self.model_options)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a micro-batch of random data."""

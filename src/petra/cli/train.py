@@ -224,4 +224,4 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default_folder(config: RunConfig, prefix: str = "") -> Path:
-    return Path("runs") / f"{prefix}{config.model}-{config.method}"
+    return Path("runs") / f"{prefix}{config.model.replace(':', '-')}-{config.method}"

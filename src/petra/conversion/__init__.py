@@ -6,6 +6,7 @@ Start with `convert.py`: `make_reversible` finds segments of residual blocks in 
 - `known_blocks.py`: the blocks of PyTorch, timm and Hugging Face transformers that are recognised.
 - `residual_views.py`: residual functions as modules that refer to the block's own submodules.
 - `converted_segment.py`: a segment of converted blocks, called like one block.
+- `blended.py`: the coupling that starts from the function that the network had.
 - `container.py`: `ReversibleBlocks`, which replaces an `nn.Sequential` or `nn.ModuleList`.
 - `report.py`: a report of what was converted.
 - `hidden_outputs.py`: refuses hidden states and attention maps, which converted networks do not have.
@@ -19,7 +20,7 @@ Start with `convert.py`: `make_reversible` finds segments of residual blocks in 
 
 from petra.conversion.as_network import as_network
 from petra.conversion.container import ReversibleBlocks
-from petra.conversion.convert import make_reversible
+from petra.conversion.convert import make_reversible, set_blend
 from petra.conversion.module_network import ModuleNetwork
 from petra.conversion.report import ConversionReport, SegmentReport, conversion_report
 
@@ -31,4 +32,5 @@ __all__ = [
     "as_network",
     "conversion_report",
     "make_reversible",
+    "set_blend",
 ]

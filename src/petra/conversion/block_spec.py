@@ -60,6 +60,13 @@ class BlockSpec:
             and self.applies(block)
         )
 
+    def change(self, block: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        """Compute the residual of the whole block, or the output of a post-norm block."""
+        if self.post_norms is not None:
+            return self.compose(block, x, kwargs)
+        first = self.f(block, x, kwargs)
+        return first if self.g is None else first + self.g(block, x + first, kwargs)
+
     def compose(self, block: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         """Compute the block's output from its residual functions."""
         a = x + self.f(block, x, kwargs)

@@ -9,13 +9,17 @@ from itertools import groupby
 
 from torch import nn
 
+from petra.conversion.blended import Blend, BlendedCoupling, BlendedStep, check_blend, default_blend
 from petra.conversion.block_spec import BlockSpec, check_block
 from petra.conversion.container import Member, ReversibleBlocks
 from petra.conversion.converted_segment import ConvertedSegment
 from petra.conversion.hidden_outputs import refuse_hidden_outputs
 from petra.conversion.known_blocks import KNOWN_BLOCKS
-from petra.conversion.residual_views import KnownResidual, UserResidual
+from petra.conversion.module_network import ModuleNetwork
+from petra.conversion.residual_views import KnownResidual, PairChange, UserResidual
 from petra.reversible import ReversibleBlock, ReversibleResidual
+
+COUPLINGS = ("additive", "bdia", "midpoint")
 
 Split = Callable[[nn.Module], tuple[nn.Module, nn.Module] | None]
 """Returns the two residual functions of a block, or None if it is not to be converted."""
@@ -24,7 +28,9 @@ Choice = tuple[nn.Module, nn.Module] | BlockSpec | None
 """How a block is converted: with the functions that `split` returned, as a known block, or not at all."""
 
 
-def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
+def make_reversible(
+    module: nn.Module, split: Split | None = None, *, coupling: str = "additive", blend: float | None = None
+) -> nn.Module:
     """Return a network with the same weights whose segments of residual blocks are reversible.
 
     Searches every `nn.Sequential` and `nn.ModuleList` for consecutive blocks that are known: those of timm (ViT, Swin,
@@ -35,10 +41,20 @@ def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
 
         x1 = x2 = x;   x1 ← x1 + f(x2), x2 ← x2 + g(x1) for each block;   y = x1 + x2 - x
 
-    **The network computes a different function** and needs fine-tuning. In both networks, y is the sum of x and
-    all residuals. But here, each f receives x and the residuals of the g's only, and each g receives x and those of the
-    f's only. A single block computes the same as before. With two blocks, the second f is evaluated at x + g(a)
-    instead of x + f(x) + g(a), and so on. Post-norm blocks (BERT) also become pre-norm blocks.
+    **With this additive coupling, the network computes a different function** and needs fine-tuning. In both networks,
+    y is the sum of x and all residuals. But here, each f receives x and the residuals of the g's only, and each g
+    receives x and those of the f's only. A single block computes the same as before. With two blocks, the second f is
+    evaluated at x + g(a) instead of x + f(x) + g(a), and so on. Post-norm blocks (BERT) also become pre-norm blocks.
+
+    Two other couplings start from the function that the network had. They combine three consecutive states,
+
+        x_{n+1} = γ x_{n-1} + (1 - γ) x_n + (1 + γ) r_n(x_n)      with the residual r_n(x) = f(x) + g(x + f(x))
+
+    - `"bdia"`: in training mode, γ is +blend or -blend at random for each sample and block. In evaluation mode, γ is 0:
+      the original function.
+    - `"midpoint"`: γ is `blend`, in both modes. `petra.set_blend` changes it during training.
+
+    Their streams are in float64, because the inverse multiplies errors by 1/γ in every block.
 
     The given network is not changed. The new one shares its parameters and buffers, so training one trains both; use
     `copy.deepcopy` first to separate them. Modules, with their modes and hooks, are copies. Parameters and state dicts
@@ -50,6 +66,9 @@ def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
         split: A function that returns the residual functions (f, g) of a block, made from submodules of the block, or
             None for a block that it does not handle. f and g receive the block's input, and all its other arguments as
             keyword arguments.
+        coupling: `"additive"`, `"bdia"` or `"midpoint"`.
+        blend: The absolute value of γ, for couplings other than `"additive"`: above 0, which is the original network,
+            and up to 1. By default it is 0.25, or more if a segment has more than 16 blocks.
 
     Returns:
         The reversible network.
@@ -57,10 +76,17 @@ def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
     Raises:
         ValueError: If there is nothing to convert, or a block cannot be converted.
     """
+    if coupling not in COUPLINGS:
+        raise ValueError(f"coupling is {coupling!r}: give one of {', '.join(COUPLINGS)}")
+    state = (
+        None
+        if coupling == "additive"
+        else Blend(0.0 if blend is None else blend, random=coupling == "bdia", automatic=blend is None)
+    )
     # Tensors in the memo of `deepcopy` are shared instead of copied.
     copy = deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
     converted: dict[nn.Module, nn.Module] = {}
-    copy = _convert(copy, split, converted)
+    copy = _convert(copy, split, state, converted)
     if not any(isinstance(found, ReversibleBlocks) for found in converted.values()):
         seen = sorted({type(m).__name__ for m in module.modules()})
         raise ValueError(
@@ -72,7 +98,35 @@ def make_reversible(module: nn.Module, split: Split | None = None) -> nn.Module:
     return copy
 
 
-def _convert(module: nn.Module, split: Split | None, converted: dict[nn.Module, nn.Module]) -> nn.Module:
+def set_blend(network: nn.Module, blend: float) -> None:
+    """Set the blend of a network that was converted with coupling `"bdia"` or `"midpoint"`.
+
+    Do not call it between a forward and its backward, and call it on every rank.
+
+    Args:
+        network: What `make_reversible` returned, or `as_network` of it.
+        blend: The absolute value of γ: above 0 and up to 1.
+
+    Raises:
+        ValueError: If the network has no blend, or it is too small for the number of blocks.
+    """
+    module = network.module if isinstance(network, ModuleNetwork) else network
+    containers = (m for m in module.modules() if isinstance(m, ReversibleBlocks))
+    segments = [s for container in containers for s in container.segments if s.blend is not None]
+    if not segments:
+        raise ValueError(
+            f"{type(module).__name__} has no blend: convert it with make_reversible(network, coupling='midpoint')"
+        )
+    for segment in segments:
+        check_blend(blend, len(segment.blocks))
+    for segment in segments:
+        assert segment.blend is not None
+        segment.blend.value = blend
+
+
+def _convert(
+    module: nn.Module, split: Split | None, blend: Blend | None, converted: dict[nn.Module, nn.Module]
+) -> nn.Module:
     """Return the replacement of a module; a module that occurs several times is converted once."""
     if module in converted or isinstance(module, ReversibleBlocks):
         return converted.get(module, module)
@@ -82,11 +136,11 @@ def _convert(module: nn.Module, split: Split | None, converted: dict[nn.Module, 
         choices = {name: _choose(child, split) for name, child in module._modules.items() if child is not None}
     for name, child in module._modules.items():
         if child is not None and choices.get(name) is None:
-            module._modules[name] = _convert(child, split, converted)
+            module._modules[name] = _convert(child, split, blend, converted)
             if isinstance(module._modules[name], ReversibleBlocks) and isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # only whole blocks support nested tensors
     if any(choice is not None for choice in choices.values()):
-        converted[module] = _container(module, choices)
+        converted[module] = _container(module, choices, blend)
     return converted[module]
 
 
@@ -103,7 +157,7 @@ def _choose(block: nn.Module, split: Split | None) -> Choice:
     return next((spec for spec in KNOWN_BLOCKS if spec.matches(block)), None)
 
 
-def _container(container: nn.Module, choices: dict[str, Choice]) -> ReversibleBlocks:
+def _container(container: nn.Module, choices: dict[str, Choice], blend: Blend | None) -> ReversibleBlocks:
     """Group consecutive blocks with the same spec and the same arguments into segments."""
     children = {name: child for name, child in container._modules.items() if child is not None}
     members: list[Member] = []
@@ -118,14 +172,16 @@ def _container(container: nn.Module, choices: dict[str, Choice]) -> ReversibleBl
         if key is None:
             members += blocks.values()
         else:
-            members.append(_segment(blocks, [choices[name] for name in blocks]))
+            members.append(_segment(blocks, [choices[name] for name in blocks], blend))
     reversible = ReversibleBlocks(children, members)
     reversible.training = container.training
     return reversible
 
 
-def _segment(blocks: dict[str, nn.Module], choices: list[Choice]) -> ConvertedSegment:
+def _segment(blocks: dict[str, nn.Module], choices: list[Choice], blend: Blend | None) -> ConvertedSegment:
     spec = choices[0]
+    if blend is not None:
+        return _blended_segment(blocks, choices, blend)
     if isinstance(spec, BlockSpec):
         tuples = [check_block(spec, block) for block in blocks.values()]
         layers = _known_layers(spec, list(blocks.values()))
@@ -142,6 +198,24 @@ def _segment(blocks: dict[str, nn.Module], choices: list[Choice]) -> ConvertedSe
         if isinstance(pair, tuple)
     ]
     return ConvertedSegment(list(blocks), list(blocks.values()), layers)
+
+
+def _blended_segment(blocks: dict[str, nn.Module], choices: list[Choice], blend: Blend) -> ConvertedSegment:
+    if blend.automatic:
+        blend.value = max(blend.value, default_blend(len(blocks)))
+    check_blend(blend.value, len(blocks))
+    layers, returns_tuple = [], False
+    for index, (block, choice) in enumerate(zip(blocks.values(), choices, strict=True)):
+        if isinstance(choice, BlockSpec):
+            returns_tuple = check_block(choice, block)
+            change, parts, post_norm = choice.change, [block], choice.post_norms is not None
+        else:
+            assert choice is not None
+            views = [UserResidual(block, function) for function in choice]
+            change, parts, post_norm = PairChange(*views), [block, *views], False
+        step = BlendedStep(block, parts, change, blend, first=index == 0, post_norm=post_norm)
+        layers.append(ReversibleResidual(step, BlendedCoupling))
+    return ConvertedSegment(list(blocks), list(blocks.values()), layers, returns_tuple=returns_tuple, blend=blend)
 
 
 def _known_layers(spec: BlockSpec, blocks: list[nn.Module]) -> Sequence[ReversibleBlock | ReversibleResidual]:

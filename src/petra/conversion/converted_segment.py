@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from petra.conversion.blended import Blend, blended_join, blended_split
 from petra.conversion.block_spec import Norm
 from petra.conversion.residual_views import ByReference
-from petra.reversible import ReversibleLayer, reversible_segment
+from petra.reversible import ReversibleLayer, plain_autograd, reversible_segment
 from petra.reversible.streams import Streams
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -54,6 +56,7 @@ class ConvertedSegment:
         *,
         returns_tuple: bool = False,
         final_norm: Norm | None = None,
+        blend: Blend | None = None,
     ) -> None:
         self.__name__ = "segment"  # which tracers read
         self.names = tuple(names)
@@ -63,11 +66,13 @@ class ConvertedSegment:
         """The reversible layers, whose f and g are views on the blocks."""
         self.returns_tuple = returns_tuple
         """True if the blocks return tuples."""
-        self.split = additive_split
+        self.blend = blend
+        """The weight of blended blocks; None for additive coupling."""
+        self.split = additive_split if blend is None else blended_split
         """Makes streams of the input: the two that the layers change, and others for `join`."""
-        self.join = additive_join
+        self.join: Callable[..., Tensor] = additive_join if blend is None else blended_join
         """Makes the output of the streams."""
-        self.streams = 3
+        self.streams = 3 if blend is None else 2
         """The number of streams of `split`."""
         self.final_norm = final_norm
         """For post-norm blocks: the norm of the last block, which is applied to the output."""
@@ -80,11 +85,17 @@ class ConvertedSegment:
         streams = self.split(given)
         if streams[0].dtype != given.dtype:  # the blocks receive the dtype that they expect
             kwargs["precision"] = given.dtype
-        outputs = reversible_segment(self.layers, streams[:2], **kwargs)
+        with self._backward_mode():
+            outputs = reversible_segment(self.layers, streams[:2], **kwargs)
         y = self.join(*outputs, *streams[2:]).to(given.dtype)
         if self.final_norm is not None:
             y = self.final_norm(self.blocks[-1])(y)
         return (y,) if self.returns_tuple else y
+
+    def _backward_mode(self) -> AbstractContextManager[None]:
+        """Store activations where the original function is computed, which is not invertible."""
+        original = self.blend is not None and self.blend.random and not self.blocks[0].training
+        return plain_autograd() if original else nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "blocks" not in vars(self):

@@ -21,7 +21,9 @@ class ModuleNetwork(Network):
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
         super().__init__(*layers)
         self._module = (module,)  # in a tuple, because its submodules are registered in the layers
-        self.training = module.training
+        owned = set(module.modules())
+        for added in (m for m in self.modules() if m not in owned):
+            added.training = module.training
 
     @property
     def module(self) -> nn.Module:

@@ -99,6 +99,29 @@ class UserResidual(ResidualView):
         return first_tensor(self.function(x, **kwargs))
 
 
+class PairChange(nn.Module):
+    """The residual f(x) + g(x + f(x)) of a block, from the residual functions that `split` made."""
+
+    def __init__(self, f: UserResidual, g: UserResidual) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(self, block: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        """Compute the residual.
+
+        Args:
+            block: The block, which the functions know.
+            x: The input.
+            kwargs: The other arguments of the block.
+
+        Returns:
+            The residual.
+        """
+        first: Tensor = self.f(x, **kwargs)
+        return first + self.g(x + first, **kwargs)  # type: ignore[no-any-return]
+
+
 def modules_without(module: nn.Module, other: nn.Module) -> list[nn.Module]:
     """Return the largest modules inside `module` that do not contain `other`, which together hold all the rest."""
     if other not in set(module.modules()):

@@ -106,7 +106,8 @@ class CompanionResidual(nn.Module):
         self.arguments = arguments
         self.skipped = segment.streams - 2
         dtype = dtype_of(block)
-        self.precision = dtype if dtype in (torch.float16, torch.bfloat16) else None
+        blended = segment.blend is not None and dtype != torch.float64
+        self.precision = dtype if blended or dtype in (torch.float16, torch.bfloat16) else None
         self._block = (block,)  # in a tuple, because its modules are registered by the function
 
     def forward(self, x: Tensor, *companions: Tensor) -> Any:

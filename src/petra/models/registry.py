@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from petra.formatting import unknown
+from petra.models.imported import import_function, is_import_path
 from petra.reversible import Network
 
 LISTING = Path(__file__).with_name("listing.json")
@@ -79,7 +80,7 @@ def create(name: str, **arguments: Any) -> Network:
     """Build a network by name.
 
     Args:
-        name: Name of the network; `petra models` lists them.
+        name: Name of the network; `petra models` lists them. Or `package.module:function`.
         **arguments: Arguments of the function that builds it, such as `num_classes` and `width`.
 
     Returns:
@@ -103,7 +104,7 @@ def find(name: str) -> Entry:
     """Find a registered network.
 
     Args:
-        name: Name of the network.
+        name: Name of the network, or `package.module:function` for a function that returns one.
 
     Returns:
         Its entry.
@@ -111,6 +112,9 @@ def find(name: str) -> Entry:
     Raises:
         ValueError: If there is no such network. The message suggests a similar name.
     """
+    if name not in _ENTRIES and is_import_path(name):
+        function = import_function(name)
+        return Entry(name, (function.__doc__ or "a network").strip().partition("\n")[0], function, {})
     if name not in _ENTRIES:
         raise unknown("model", name, _ENTRIES)
     return _ENTRIES[name]

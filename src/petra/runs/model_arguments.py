@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from petra import models
+from petra.conversion import as_network
+from petra.models.imported import is_import_path
 from petra.models.registry import task
 from petra.reversible import Network
 
@@ -36,13 +38,13 @@ def network_arguments(
         ValueError: If the network is for another kind of data.
     """
     takes = accepted(model)
-    if takes & _DEFINING != data_arguments.keys() & _DEFINING:
+    if not is_import_path(model) and takes & _DEFINING != data_arguments.keys() & _DEFINING:
         fitting = [
             e.name for e in models.entries() if accepted(e.name) & _DEFINING == data_arguments.keys() & _DEFINING
         ]
         remedy = f"choose one that does, such as {', '.join(fitting[:3])}" if fitting else "there is none that does yet"
         raise ValueError(f"{model} is for {task(takes)}, but {where} asks for {task(data_arguments)}: {remedy}")
-    if "image_size" in takes and not isinstance(size := data_arguments["image_size"], int):
+    if "image_size" in takes & data_arguments.keys() and not isinstance(size := data_arguments["image_size"], int):
         raise ValueError(f"{model} takes square images, but those of {where} are {size[0]}×{size[1]}: crop them")
     for name in data_arguments.keys() & options.keys():
         if name in _EXACT and options[name] != data_arguments[name]:
@@ -58,7 +60,7 @@ def check_fits(model: str, arguments: Mapping[str, Any], data_arguments: Mapping
     The vocabulary is not compared: the data can be encoded with that of the network.
     """
     takes = accepted(model)
-    if takes & _DEFINING != data_arguments.keys() & _DEFINING:
+    if not is_import_path(model) and takes & _DEFINING != data_arguments.keys() & _DEFINING:
         raise ValueError(
             f"{model} is for {task(takes)}, but {where} asks for {task(data_arguments)}: give data of the same kind"
         )
@@ -72,14 +74,23 @@ def check_fits(model: str, arguments: Mapping[str, Any], data_arguments: Mapping
 
 def accepted(model: str) -> set[str]:
     """Return the names of the arguments that a network takes."""
-    return set(signature(models.find(model).build).parameters)
+    taken = signature(models.find(model).build).parameters.values()
+    return {p.name for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def default_arguments(model: str) -> dict[str, Any]:
     """Return the arguments that a network is built with by default; required arguments are left out."""
     entry = models.find(model)
     taken = signature(entry.build).parameters.values()
-    return {p.name: p.default for p in taken if p.default is not p.empty} | entry.arguments
+    found = {p.name: p.default for p in taken if p.default is not p.empty} | entry.arguments
+    return {name: value for name, value in found.items() if _stored(value)} if is_import_path(model) else found
+
+
+def _stored(value: Any) -> bool:
+    """Return whether a value can be stored in `network.json`."""
+    if isinstance(value, list | tuple):
+        return all(map(_stored, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def check_options(model: str, options: Mapping[str, Any]) -> None:
@@ -117,9 +128,26 @@ def options_for_both(model: str, other: str, options: dict[str, Any]) -> dict[st
     return {name: value for name, value in options.items() if first.arguments.get(name) == second.arguments.get(name)}
 
 
+_EXAMPLES = {"in_channels": 3, "num_classes": 10, "image_size": 32, "vocab_size": 256, "seq_len": 64}
+"""Arguments that follow from the data, while it is unknown."""
+
+
+def build_network(model: str, arguments: Mapping[str, Any]) -> Network:
+    """Build a network with random weights. The functions of users may return any module that can be cut into layers."""
+    network: Any = models.create(model, **arguments)
+    if not isinstance(network, torch.nn.Module):
+        raise ValueError(f"{model} returns a {type(network).__name__}: return the network, as an nn.Module")
+    return as_network(network)
+
+
 def outline(model: str, options: dict[str, Any]) -> Network:
     """Build the network on the meta device; its layers do not depend on the data."""
     check_options(model, options)
+    known = default_arguments(model)
+    missing = {name: value for name, value in _EXAMPLES.items() if name in accepted(model) and name not in known}
+    options = {**missing, **options}
+    if is_import_path(model):
+        return build_network(model, {**known, **options})
     defaults = {**default_arguments(model), **options}
     if "image_size" in defaults and "patch" in options:
         # Until the data is known: a size that patches and windows divide, however often they are merged.

@@ -26,7 +26,11 @@ def _correction_names(text: str) -> tuple[str, ...]:
 class RunOptions:
     """The fields of `RunConfig`."""
 
-    model: str = option(help="network; `petra models` lists them", group=MODEL, metavar="NAME")
+    model: str = option(
+        help="network; `petra models` lists them. Or package.module:function, a function of your own that returns one",
+        group=MODEL,
+        metavar="NAME",
+    )
     init_from: str | None = option(
         None,
         help="start from the weights of an earlier run or of a .safetensors file, to fine-tune or to train further "

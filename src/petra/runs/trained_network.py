@@ -12,9 +12,10 @@ import torch
 from petra import models
 from petra.data import Data, ImageData, SentenceData, TokenData
 from petra.data.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+from petra.models.imported import is_import_path
 from petra.reversible import FixedPointCoupling, Network
 from petra.runs.config import RunConfig
-from petra.runs.model_arguments import check_options, default_arguments, network_arguments
+from petra.runs.model_arguments import build_network, check_options, default_arguments, network_arguments
 from petra.runs.run_folder import CONFIG, NETWORK, TOKENIZER, VOCABULARY, check_finished
 from petra.runs.weight_files import check_hash, check_names, other_shapes, read_weights, weight_file
 from petra.trainer.checkpoint import to_json_bytes
@@ -58,14 +59,33 @@ class NetworkSpec:
             raise ValueError(f"{file} is missing: {remedy}")
         try:
             spec = cls(**json.loads(file.read_text()))
+            if not isinstance(spec.model, str):
+                raise TypeError("model is not a name")
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ValueError(f"{file} is damaged ({error}): {remedy}") from error
+        spec._find_model(file)
+        try:
             check_options(spec.model, spec.arguments)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"{file} is damaged ({error}): {remedy}") from error
         return spec
 
+    def _find_model(self, file: Path) -> None:
+        """Raise ValueError if the network is not known in this process."""
+        try:
+            models.find(self.model)
+        except ValueError as error:
+            if is_import_path(self.model):
+                raise
+            raise ValueError(
+                f"{file} names the network {self.model!r}, which is not registered here ({error}). For one of your "
+                "own, import the module that registers it before petra.load, or train with --model "
+                "package.module:function"
+            ) from error
+
     def network(self) -> Network:
         """Build the network with random weights."""
-        network = models.create(self.model, **self.arguments)
+        network = build_network(self.model, self.arguments)
         return network.use_coupling(FixedPointCoupling) if self.coupling == "fixed-point" else network
 
 

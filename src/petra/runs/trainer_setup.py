@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +13,12 @@ from petra.distributed import Transport
 from petra.formatting import counted
 from petra.methods.petra import Petra
 from petra.optim import hidden_matrices
-from petra.reversible import ReversibleLayer
+from petra.reversible import Network, ReversibleLayer
 from petra.runs.config import RunConfig
 from petra.runs.trained_network import NetworkSpec
 from petra.runs.weight_files import init_weights
 from petra.trainer.trainer import Trainer
+from petra.trainer.validation import NotReversibleWarning
 
 
 class RunTrainer(Trainer):
@@ -82,6 +84,21 @@ class TrainerSetup:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if config.compile:
             network.compile_functions()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotReversibleWarning)  # `config_warnings` says it
+            return self._trainer(network, transport, stages, schedule, placement, cuda_graph, flush_until)
+
+    def _trainer(
+        self,
+        network: Network,
+        transport: Transport,
+        stages: int | Sequence[int],
+        schedule: str | Sequence[int] | None,
+        placement: Sequence[int] | None,
+        cuda_graph: bool | None,
+        flush_until: int | None,
+    ) -> Trainer:
+        config = self.config
         return RunTrainer(
             network,
             loss=config.loss,

@@ -64,6 +64,7 @@ from petra.trainer.validation import (
     make_stage_corrections,
     place_stages,
     stages_of_weights,
+    warn_if_not_reversible,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class Trainer:
 
     Args:
         network: A `petra.Network`, an `nn.Sequential`, or another module that `petra.as_network` can cut into layers.
-            It is trained in place; its modules keep the modes (`train()` or `eval()`) that they are in.
+            It is trained in place. Its modules keep the modes (`train()` or `eval()`) that they are in; but if all are
+            in evaluation mode, as `from_pretrained` and `petra.load` return them, they are put into training mode.
         loss: A function of outputs and targets that returns one number.
         optimizer: Creates the optimizer of a stage from those of its parameters that are not frozen. It may return a
             list of optimizers. A function with an argument `named_parameters` gets pairs of name and parameter; one
@@ -163,6 +165,8 @@ class Trainer:
         check_clip(clip, clip_norm)
         if ema is not None and not (isinstance(ema, Real) and 0 <= ema < 1):
             raise ValueError(f"ema is {ema!r}: give a decay from 0 to below 1, such as 0.999, or None")
+        if not any(m.training for m in network.modules()):  # as `from_pretrained` and `petra.load` return them
+            network.train()
         self.device = torch.device(device) if device is not None else device_of(network)
         check_kinds(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "comm_dtype": comm_dtype})
         check_device(self.device)
@@ -184,7 +188,8 @@ class Trainer:
         self.network = network
         """The network; if it was another module, its layers as `as_network` returns them."""
         self.loss = loss
-        self._loss_checked = len(cuts) == 1 or isinstance(self.schedule, SequentialSchedule)
+        self.loss_checked = len(cuts) == 1 or isinstance(self.schedule, SequentialSchedule)
+        """True if the loss was tried with outputs of the network, which takes one evaluation in the first `step`."""
         graph_capture = make_graph_capture(self.device, position, cuda_graph)
         self.layout: dict[str, Any] = {
             "method": self.method.name,
@@ -200,6 +205,7 @@ class Trainer:
         }
         """The settings that must be equal for `load_state_dict`."""
         check_no_sharing(network, cuts)
+        warn_if_not_reversible(self.method, network)
         if comm_dtype is not None:
             check_float32(network)
         in_channels_last = any(channels_last(p) for p in network.parameters())
@@ -327,10 +333,10 @@ class Trainer:
         check_frozen(self._frozen, self.stages, self._names)
         streams = as_streams(inputs)
         check_batch(streams, targets, self.executor.microbatches, self.transport.position.replicas)
-        if not self._loss_checked:
+        if not self.loss_checked:
             with self.transport.raise_on_all_ranks():
                 check_loss_early(self.executor, self.loss, self.device, streams, targets)
-            self._loss_checked = True
+            self.loss_checked = True
         # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one.
         waits = not isinstance(self.schedule, SequentialSchedule)
         results = self.executor.tick(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
@@ -15,10 +16,11 @@ from petra.corrections import Correction, PeakLearningRates, StageCorrections, c
 from petra.cudagraph import CudaGraphCapture, GraphCapture
 from petra.distributed import RankPosition
 from petra.methods import Method
+from petra.methods.petra import Petra
 from petra.optim import CombinedOptimizer, optimizers_of
 from petra.pipeline import Stage, partition
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
-from petra.reversible import Network
+from petra.reversible import Network, ReversibleLayer
 from petra.reversible.streams import Streams
 from petra.schedule import InterleavedSchedule, PipelineSchedule
 
@@ -39,6 +41,22 @@ def check_network(network: nn.Module) -> None:
         raise ValueError(
             f"{type(network).__name__} has its own {'forward' if own else 'hooks'}, which a trainer would not call, "
             "because it calls the layers one by one: make that a layer"
+        )
+
+
+class NotReversibleWarning(UserWarning):
+    """A method for reversible layers trains a network without any."""
+
+
+def warn_if_not_reversible(method: Method, network: nn.Sequential) -> None:
+    """Warn if the method reconstructs inputs, and no layer can do that."""
+    if isinstance(method, Petra) and not any(isinstance(layer, ReversibleLayer) for layer in network):
+        warnings.warn(
+            f"no layer of the network is reversible, so {method.name} stores the inputs of every stage for each "
+            "micro-batch in flight, and computes its layers again in the backward pass: use petra.ReversibleBlock or "
+            "petra.make_reversible, or a method such as delayed or backprop",
+            NotReversibleWarning,
+            stacklevel=3,
         )
 
 
