@@ -10,6 +10,37 @@ from torch import Tensor
 from petra.data.dataset import keyed_generator
 
 
+def part_bounds(size: int, shard: tuple[int, int]) -> tuple[int, int]:
+    """Return where the r-th of R parts of a batch starts and ends. The first parts have one sample more."""
+    index, shards = shard
+    quotient, remainder = divmod(size, shards)
+    low = index * quotient + min(index, remainder)
+    return low, low + quotient + (index < remainder)
+
+
+def pair_bounds(size: int, shard: tuple[int, int]) -> tuple[int, int]:
+    """Return `part_bounds`, extended to whole pairs of samples 0 and 1, 2 and 3, …."""
+    low, high = part_bounds(size, shard)
+    return (low, high) if low == high else (low - low % 2, min(high + high % 2, size))
+
+
+def read_bounds(size: int, shard: tuple[int, int], pairs: bool, placeholder: bool) -> tuple[int, int]:
+    """Return where the samples start and end that a shard reads of a batch.
+
+    Args:
+        size: Samples in the batch.
+        shard: `(r, R)` for the r-th of R parts.
+        pairs: Read whole pairs, to mix them.
+        placeholder: Read the first sample of the batch if the part is empty.
+
+    Returns:
+        The two positions; equal if nothing is read.
+
+    """
+    low, high = pair_bounds(size, shard) if pairs else part_bounds(size, shard)
+    return (0, 1) if low == high and placeholder else (low, high)
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """The batches of a split as a function of seed, epoch and index."""
@@ -38,7 +69,7 @@ class BatchPlan:
     def weight(self, index: int) -> float:
         """Return the weight of this shard of a batch in a mean over all shards; 0 for a placeholder sample."""
         size, shards = self.size(index), self.shard[1]
-        low, high = self.bounds(size)
+        low, high = part_bounds(size, self.shard)
         return (high - low) * shards / size
 
     def order(self, epoch: int) -> Tensor:
@@ -46,18 +77,6 @@ class BatchPlan:
         if not self.shuffle:
             return torch.arange(self.samples, device="cpu")
         return torch.randperm(self.samples, generator=keyed_generator(self.seed, "order", epoch), device="cpu")
-
-    def bounds(self, size: int) -> tuple[int, int]:
-        """Return where this shard's part of so many samples starts and ends. The first parts have one more."""
-        shard, shards = self.shard
-        quotient, remainder = divmod(size, shards)
-        low = shard * quotient + min(shard, remainder)
-        return low, low + quotient + (shard < remainder)
-
-    def pair_bounds(self, size: int) -> tuple[int, int]:
-        """Return `bounds`, extended to whole pairs of samples 0 and 1, 2 and 3, …."""
-        low, high = self.bounds(size)
-        return (low, high) if low == high else (low - low % 2, min(high + high % 2, size))
 
     def check_start(self, epoch: int, start: int) -> None:
         """Raise ValueError if there is no such epoch or batch."""

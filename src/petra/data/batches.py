@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from petra.data.batch_plan import BatchPlan
+from petra.data.batch_plan import BatchPlan, part_bounds, read_bounds
 from petra.data.dataset import Data, SplitName
 from petra.data.mixing import Mixing
 
@@ -136,16 +136,13 @@ class Batches:
         order = self._order(epoch)
         for i, drawn in enumerate(self._drawn(epoch, start), start):
             low, high = self._part(i)
-            first = i * self.batch_size
             if low == high:
-                if not self._plan.shuffle:
-                    continue
-                index = order[first : first + 1]
-            else:
-                index = order[first + low : first + high]
-            inputs, targets = self._split.take(index, drawn)
+                continue
+            first = i * self.batch_size
+            inputs, targets = self._split.take(order[first + low : first + high], drawn)
             if self._mixing is not None:
-                inputs, targets = self._mixing.part(inputs, targets, self._plan, i, self.seed, epoch)
+                key = self.seed, epoch, i
+                inputs, targets = self._mixing.part(inputs, targets, self.size(i), self._plan.shard, *key)
             if self._channels_last and inputs.ndim == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             yield inputs, targets
@@ -164,13 +161,15 @@ class Batches:
         drawn = self._split.draw(self.size(i), self.seed, epoch, i)
         if drawn is None:
             return None
+        low, high = part_bounds(self.size(i), self._plan.shard)
+        if low == high:  # a shard without samples gets the numbers of the placeholder sample
+            return drawn.new_zeros(len(drawn), 1)
         low, high = self._part(i)
-        # A shard without samples gets the numbers of the placeholder sample.
-        return drawn[:, low:high] if high > low else drawn.new_zeros(len(drawn), 1)
+        return drawn[:, low:high]
 
     def _part(self, i: int) -> tuple[int, int]:
         """Where the samples that this shard reads start and end in the batch."""
-        return self._plan.bounds(self.size(i)) if self._mixing is None else self._plan.pair_bounds(self.size(i))
+        return read_bounds(self.size(i), self._plan.shard, self._mixing is not None, self._plan.shuffle)
 
     def _order(self, epoch: int) -> Tensor:
         order = self._plan.order(epoch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from petra.data.batch_plan import BatchPlan
+from petra.data.batch_plan import pair_bounds, part_bounds
 from petra.data.dataset import keyed_generator
 
 
@@ -69,36 +69,32 @@ class Mixing:
             mixed[..., top:bottom, left:right] = others[..., top:bottom, left:right]
         else:
             mixed = images * share + others * (1 - share)
-            if len(images) % 2:
-                mixed[-1] = images[-1]
-        targets = F.one_hot(labels, self.num_classes).to(images.dtype)
-        return mixed, targets * share + targets.index_select(0, partner) * (1 - share)
+        labels = F.one_hot(labels, self.num_classes).to(images.dtype)
+        targets = labels * share + labels.index_select(0, partner) * (1 - share)
+        if len(images) % 2:
+            mixed[-1], targets[-1] = images[-1], labels[-1]
+        return mixed, targets
 
     def part(
-        self, images: Tensor, labels: Tensor, plan: BatchPlan, index: int, seed: int, epoch: int
+        self, images: Tensor, labels: Tensor, size: int, shard: tuple[int, int], *key: int
     ) -> tuple[Tensor, Tensor]:
         """Mix a replica's part of a batch, as it would be mixed in the whole batch.
 
         Args:
-            images: The images of `plan.pair_bounds`; or one placeholder image.
+            images: The images of `pair_bounds`; or one placeholder image.
             labels: One class per image.
-            plan: The batches.
-            index: Index of the batch in the epoch.
-            seed: Seed of the training.
-            epoch: Index of the epoch.
+            size: Samples in the whole batch.
+            shard: `(r, R)` for the r-th of R parts.
+            *key: Seed, epoch and index of the batch.
 
         Returns:
-            The images of `plan.bounds`, and their class probabilities.
+            The images of `part_bounds`, and their class probabilities.
 
         """
-        size = plan.size(index)
-        (low, high), (first, _) = plan.bounds(size), plan.pair_bounds(size)
-        mixed, targets = self(images, labels, seed, epoch, index)
-        return (
-            (mixed, targets)
-            if low == high
-            else (mixed[low - first : high - first], targets[low - first : high - first])
-        )
+        (low, high), (first, _) = part_bounds(size, shard), pair_bounds(size, shard)
+        mixed, targets = self(images, labels, *key)
+        keep = slice(None) if low == high else slice(low - first, high - first)
+        return mixed[keep], targets[keep]
 
 
 def _neighbours(count: int, device: torch.device) -> Tensor:
