@@ -26,9 +26,16 @@ from petra.data.batch_source import (
 from petra.data.batches import Batches
 from petra.data.bits_per_byte import bits_per_byte
 from petra.data.dataset import Data, Split, fingerprint
+from petra.data.image_files import ImageFileData
+from petra.data.image_pipeline import image_transform
 from petra.data.images import ImageData
+from petra.data.loader_batches import LoaderBatches
+from petra.data.make_batches import make_batches
+from petra.data.mixing import Mixing
+from petra.data.sample_batches import MapDataset, SampleBatches
 from petra.data.sentences import SentenceData
 from petra.data.sources import load_data
+from petra.data.stream_batches import StreamBatches
 from petra.data.text import TextData
 from petra.data.token_files import TokenCounts, TokenData, TokenInfo
 from petra.data.tokenization import tokenize
@@ -41,9 +48,15 @@ __all__ = [
     "Data",
     "HuggingFaceTokenizer",
     "ImageData",
+    "ImageFileData",
+    "LoaderBatches",
+    "MapDataset",
+    "Mixing",
     "ResumableBatchSource",
+    "SampleBatches",
     "SentenceData",
     "Split",
+    "StreamBatches",
     "TextData",
     "TokenCounts",
     "TokenData",
@@ -54,6 +67,8 @@ __all__ = [
     "batch_weight",
     "bits_per_byte",
     "fingerprint",
+    "image_transform",
     "load_data",
+    "make_batches",
     "tokenize",
 ]

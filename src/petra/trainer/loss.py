@@ -1,4 +1,4 @@
-"""Cross-entropy and correct answers, for one class per sample or one class per token."""
+"""Cross-entropy and correct answers, for one class per sample or token, or for class probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
         outputs: Logits, with the classes in the last dimension. Or hidden states and the weight that projects them to
             logits, as a language model with `chunked_loss` returns them; the logits are then computed for one chunk of
             tokens at a time, and never exist all at once.
-        targets: The classes, in the shape of the outputs without the last dimension. Targets of -100 are ignored.
+        targets: The classes, in the shape of the outputs without the last dimension. Targets of -100 are ignored. Or
+            floating-point class probabilities in the shape of the logits, as mixup makes them.
         label_smoothing: The weight of the uniform distribution in the targets.
 
     Returns:
@@ -36,6 +37,10 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
     if isinstance(outputs, tuple):
         hidden, weight = outputs
         return chunked_cross_entropy(hidden.flatten(0, -2), weight, targets.flatten(), label_smoothing)
+    if has_probabilities(outputs, targets):
+        return F.cross_entropy(
+            outputs.flatten(0, -2), targets.flatten(0, -2).to(outputs.dtype), label_smoothing=label_smoothing
+        )
     if targets.shape != outputs.shape[:-1]:
         raise ValueError(
             f"outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: "
@@ -44,8 +49,21 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), label_smoothing=label_smoothing)
 
 
-def count_correct(outputs: Any, targets: Any) -> Tensor | None:
-    """Return how many outputs have their largest entry at the target; None unless the outputs are logits of classes."""
+def has_probabilities(outputs: Any, targets: Any) -> bool:
+    """Return whether the targets can be class probabilities: floating point, in the shape of the logits."""
+    tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+    return tensors and targets.is_floating_point() and targets.ndim > 1 and targets.shape == outputs.shape
+
+
+def count_correct(outputs: Any, targets: Any, probabilities: bool = False) -> Tensor | None:
+    """Return how many outputs have their largest entry at the target; None unless the outputs are logits of classes.
+
+    With `probabilities`, floating-point targets in the shape of the outputs are class probabilities, and the target is
+    the most probable class.
+    """
+    if probabilities and has_probabilities(outputs, targets):
+        most_probable: Tensor = (outputs.argmax(-1) == targets.argmax(-1)).sum()
+        return most_probable
     classes = _classes(outputs, targets)
     if classes is None:
         return None

@@ -80,7 +80,7 @@ class RunProgress:
                 self._sums = [torch.full((), self.loss, dtype=torch.float64, device=device), *counts]
             answers = count_answers(f.outputs, f.targets, _samples(f))
             self._sums[0].add_(f.loss.double() * answers)
-            correct = count_correct(f.outputs, f.targets)
+            correct = count_correct(f.outputs, f.targets, probabilities=True)
             if correct is None:
                 self._sums[1].fill_(-1)
             else:
