@@ -22,6 +22,7 @@ from petra.data.batch_source import (
     batch_count,
     batch_samples,
     batch_weight,
+    close_batches,
 )
 from petra.data.batches import Batches
 from petra.data.bits_per_byte import bits_per_byte
@@ -66,6 +67,7 @@ __all__ = [
     "batch_samples",
     "batch_weight",
     "bits_per_byte",
+    "close_batches",
     "fingerprint",
     "image_transform",
     "load_data",

@@ -106,8 +106,8 @@ def draw_beta(alpha: float, generator: torch.Generator) -> float:
     """Draw from Beta(α, α) in float64."""
     gammas = torch._standard_gamma(torch.full((2,), alpha, dtype=torch.float64, device="cpu"), generator=generator)
     total = float(gammas.sum())
-    # For a tiny α both may underflow to 0; Beta(α, α) is then 0 or 1 with equal probability.
-    return float(gammas[0]) / total if total > 0 else float(torch.rand((), generator=generator) < 0.5)
+    # For a tiny α both underflow to the smallest number; Beta(α, α) is then 0 or 1 with equal probability.
+    return float(gammas[0]) / total if total > 1e-300 else float(torch.rand((), generator=generator) < 0.5)
 
 
 def draw_rectangle(height: int, width: int, share: float, generator: torch.Generator) -> tuple[int, int, int, int]:

@@ -96,6 +96,10 @@ class Workers(Generic[Task, Result]):
     def close(self) -> None:
         """End the processes; another call of `run` starts them again."""
         self._runs += 1
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            # Without this, the garbage collector may close the queues first; the processes then end after 5 s only.
+            iterator._shutdown_workers()
         self._loader = None
 
     def _run(self, tasks: Iterable[Task], run: int) -> Iterator[Result]:

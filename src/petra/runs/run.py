@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from petra.data import Data, bits_per_byte, fingerprint
+from petra.data import Data, bits_per_byte, close_batches, fingerprint
 from petra.distributed import SingleProcess, Transport
 from petra.distributed.job import job_name
 from petra.measure import MemoryProbe, Timeline
@@ -181,6 +181,8 @@ class Run(TrainingLoop):
     def close(self) -> None:
         """Close the progress bar and the files."""
         super().close()
+        for batches in (self.train, self.test):
+            close_batches(batches)
         if self.is_main:
             self._folder_lock.close()
 

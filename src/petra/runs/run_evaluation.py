@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from petra.data import Data, ImageData, ImageFileData, TokenData, bits_per_byte
+from petra.data import Data, ImageData, ImageFileData, TokenData, bits_per_byte, close_batches
 from petra.runs.config import RunConfig
 from petra.runs.model_arguments import check_fits
 from petra.runs.run_folder import CONFIG, TOKENIZER
@@ -72,6 +72,7 @@ def evaluate_run(
         comm_dtype=config.comm_torch_dtype,
         device=device,
     )
+    close_batches(batches)
     return Score(
         model=config.model,
         data=config.data,

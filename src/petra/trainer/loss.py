@@ -10,6 +10,10 @@ from torch.nn import functional as F
 from petra.reversible.streams import Streams
 from petra.trainer.chunked_loss import chunked_cross_entropy
 
+NO_CLASSES = -(2**40)
+"""So many correct answers mean that the targets are no classes; sums of a few numbers with it stay negative."""
+_TOLERANCE = 0.02  # of the sum of probabilities in half precision
+
 
 def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross-entropy over all targets.
@@ -37,7 +41,7 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
     if isinstance(outputs, tuple):
         hidden, weight = outputs
         return chunked_cross_entropy(hidden.flatten(0, -2), weight, targets.flatten(), label_smoothing)
-    if has_probabilities(outputs, targets):
+    if _may_be_probabilities(outputs, targets):
         return F.cross_entropy(
             outputs.flatten(0, -2), targets.flatten(0, -2).to(outputs.dtype), label_smoothing=label_smoothing
         )
@@ -49,26 +53,21 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), label_smoothing=label_smoothing)
 
 
-def has_probabilities(outputs: Any, targets: Any) -> bool:
-    """Return whether the targets can be class probabilities: floating point, in the shape of the logits."""
-    tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-    return tensors and targets.is_floating_point() and targets.ndim > 1 and targets.shape == outputs.shape
-
-
-def count_correct(outputs: Any, targets: Any, probabilities: bool = False) -> Tensor | None:
+def count_correct(outputs: Any, targets: Any) -> Tensor | None:
     """Return how many outputs have their largest entry at the target; None unless the outputs are logits of classes.
 
-    With `probabilities`, floating-point targets in the shape of the outputs are class probabilities, and the target is
-    the most probable class.
+    Where targets are class probabilities, the target is the most probable class. If floating-point targets in the shape
+    of the outputs turn out to be no probabilities, the number is negative; reading them here would make the host wait.
     """
-    if probabilities and has_probabilities(outputs, targets):
-        most_probable: Tensor = (outputs.argmax(-1) == targets.argmax(-1)).sum()
-        return most_probable
+    if _may_be_probabilities(outputs, targets):
+        correct: Tensor = (outputs.argmax(-1) == targets.argmax(-1)).sum()
+        each = (targets.sum(-1) - 1).abs() < _TOLERANCE
+        return correct.where((targets >= 0).all() & each.all(), NO_CLASSES)
     classes = _classes(outputs, targets)
     if classes is None:
         return None
-    correct: Tensor = (outputs.argmax(dim=classes) == targets).sum()
-    return correct
+    answers: Tensor = outputs.argmax(dim=classes) == targets
+    return answers.sum()
 
 
 def count_answers(outputs: Any, targets: Any, samples: int) -> Tensor | int:
@@ -78,6 +77,13 @@ def count_answers(outputs: Any, targets: Any, samples: int) -> Tensor | int:
     """
     classifies = _classes(outputs, targets) is not None or _projects(outputs, targets)
     return (targets >= 0).sum() if classifies else samples
+
+
+def _may_be_probabilities(outputs: Any, targets: Any) -> bool:
+    """Return whether targets are floating-point numbers in the shape of two or more logits."""
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor) and targets.is_floating_point()):
+        return False
+    return targets.ndim > 1 and targets.shape == outputs.shape and targets.shape[-1] > 1
 
 
 def _projects(outputs: Any, targets: Any) -> bool:

@@ -80,7 +80,7 @@ class RunProgress:
                 self._sums = [torch.full((), self.loss, dtype=torch.float64, device=device), *counts]
             answers = count_answers(f.outputs, f.targets, _samples(f))
             self._sums[0].add_(f.loss.double() * answers)
-            correct = count_correct(f.outputs, f.targets, probabilities=True)
+            correct = count_correct(f.outputs, f.targets)
             if correct is None:
                 self._sums[1].fill_(-1)
             else:
@@ -90,7 +90,8 @@ class RunProgress:
     def read(self) -> None:
         """Update `loss`, `correct` and `samples` from the device, which waits for it."""
         if self._sums is not None:
-            self.loss, self.correct, self.samples = float(self._sums[0]), int(self._sums[1]), int(self._sums[2])
+            self.loss, self.samples = float(self._sums[0]), int(self._sums[2])
+            self.correct = max(int(self._sums[1]), -1)
 
     def of_rank(self, is_main: bool) -> RunProgress:
         """Return the progress of a rank that continues from a checkpoint.
