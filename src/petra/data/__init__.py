@@ -27,6 +27,7 @@ from petra.data.batch_source import (
 from petra.data.batches import Batches
 from petra.data.bits_per_byte import bits_per_byte
 from petra.data.dataset import Data, Split, fingerprint
+from petra.data.hugging_face import decode_image, hub_image_data
 from petra.data.image_files import ImageFileData
 from petra.data.image_pipeline import image_transform
 from petra.data.images import ImageData
@@ -68,7 +69,9 @@ __all__ = [
     "batch_weight",
     "bits_per_byte",
     "close_batches",
+    "decode_image",
     "fingerprint",
+    "hub_image_data",
     "image_transform",
     "load_data",
     "make_batches",

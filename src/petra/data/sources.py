@@ -7,6 +7,7 @@ from pathlib import Path
 from petra.data.builtin import digits, synthetic
 from petra.data.cifar import read_cifar
 from petra.data.dataset import Data
+from petra.data.hugging_face import read_hub_images
 from petra.data.image_files import ImageFileData
 from petra.data.image_folder import read_image_folder
 from petra.data.images import ImageData
@@ -41,7 +42,8 @@ def load_data(
 
     Args:
         spec: `digits`, `synthetic[:CxHxW:classes[:train_samples]]`, `text:FILE` (characters), `bytes:FILE`,
-            `tokens:FOLDER` of `petra tokenize`, or a folder with images or labelled texts.
+            `tokens:FOLDER` of `petra tokenize`, `hf:NAME` or `hf:FOLDER` for images of the library `datasets`, or a
+            folder with images or labelled texts.
         seed: Seed of synthetic data; other data does not depend on it.
         seq_len: Tokens per sample of text; by default 256, and 64 for labelled texts.
         vocab_size: Maximum number of entries in the vocabulary of labelled texts, by default 8192.
@@ -76,11 +78,14 @@ def load_data(
         _reject_text_options(spec, seq_len, vocab_size)
         _reject_image_options(spec, "a test split", None, test_fraction)
         return _resized(synthetic(spec, seed) if kind == "synthetic" else digits(), image_size)
+    if kind == "hf":
+        _reject_text_options(spec, seq_len, vocab_size)
+        return read_hub_images(rest, image_size, test_fraction)
     folder = os.path.expanduser(spec)
     if not os.path.exists(folder):
         raise FileNotFoundError(
-            f"no data set or folder {spec!r}: give digits, synthetic, text:FILE, bytes:FILE, tokens:FOLDER or an "
-            "existing folder"
+            f"no data set or folder {spec!r}: give digits, synthetic, text:FILE, bytes:FILE, tokens:FOLDER, hf:NAME or "
+            "an existing folder"
         )
     if not os.path.isdir(folder):
         raise ValueError(f"{spec!r} is a file: give its folder, or text:{spec} to train a language model on it")

@@ -43,6 +43,20 @@ class _Position:
     """The state of the stream before this block."""
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Samples that are read together."""
+
+    start: int
+    """Samples before it."""
+    before: dict[str, Any] | None
+    """The state of the stream before it."""
+    after: dict[str, Any] | None
+    """The state of the stream after it. If the stream has ended, this may be its beginning."""
+    last: bool
+    """The stream has ended."""
+
+
 @dataclass
 class _ReadSamples:
     """The work of a worker process."""
@@ -252,36 +266,37 @@ class StreamBatches:
             read = list(islice(ordered, self.batch_size))
             if not read or (self._drop_last and len(read) < self.batch_size):
                 return
-            _, _, block, state = read[-1]
-            end = (index + 1) * self.batch_size
-            # A batch that ends with its block continues after it.
-            within = end < block + self._block
-            at = _Position(position.epoch, index + 1, block, state[0]) if within else None
-            after = at or _Position(position.epoch, index + 1, block + self._block, state[1])
+            end, epoch, block = (index + 1) * self.batch_size, position.epoch, read[-1][2]
+            if end < block.start + self._block or block.last:
+                after = _Position(epoch, index + 1, block.start, block.before)
+            else:
+                after = _Position(epoch, index + 1, block.start + self._block, block.after)
             pending.append((len(read), after))
             pairs = self._finish.mixing is not None
             low, high = read_bounds(len(read), self._shard, pairs, placeholder=True)
-            yield position.epoch, [(number, sample) for number, sample, _, _ in read[low:high]]
+            yield epoch, [(number, sample) for number, sample, _ in read[low:high]]
 
-    def _ordered(self, position: _Position) -> Iterator[tuple[int, Any, int, tuple[Any, Any]]]:
-        """Number, sample, start of its block, and states of the stream before and after the block."""
+    def _ordered(self, position: _Position) -> Iterator[tuple[int, Any, _Block]]:
+        """Number and content of the samples in their order, and the block that they are in."""
         stream, epoch = self._start(position), position.epoch
         skipped = position.batch * self.batch_size - position.block
         # Without a state, the whole blocks before the position are read and dropped.
-        block = position.block + skipped // self._block * self._block
-        for _ in islice(stream, block - position.block):
+        start = position.block + skipped // self._block * self._block
+        for _ in islice(stream, start - position.block):
             pass
-        skipped = position.batch * self.batch_size - block
+        skipped = position.batch * self.batch_size - start
         before = self._state()
         while samples := list(islice(stream, self._block)):
-            after = self._state()
+            block = _Block(start, before, self._state(), len(samples) < self._block)
             order: Sequence[int] = range(len(samples))
             if self._shuffle:
-                generator = keyed_generator(self.seed, "block", epoch, block)
+                generator = keyed_generator(self.seed, "block", epoch, start)
                 order = torch.randperm(len(samples), generator=generator, device="cpu").tolist()
             for i in order[skipped:]:
-                yield block + i, samples[i], block, (before, after)
-            block, before, skipped = block + self._block, after, 0
+                yield start + i, samples[i], block
+            if block.last:
+                return
+            start, before, skipped = start + self._block, block.after, 0
 
     def _start(self, position: _Position) -> Iterator[Any]:
         """Iterate over the stream from a block on."""

@@ -40,8 +40,9 @@ class RunOptions:
     )
     data: str = option(
         help="digits, synthetic[:CxHxW:CLASSES], text:FILE (by characters), bytes:FILE, tokens:FOLDER (of "
-        "`petra tokenize`), or a folder: image files in class folders, tar or parquet files with images, CIFAR-10/100 "
-        "batches, or labelled sentences in train.tsv and test.tsv or dev.tsv",
+        "`petra tokenize`), hf:NAME (images of the library datasets), or a folder: image files in class folders, "
+        "tar or parquet files with images, CIFAR-10/100 batches, or labelled sentences in train.tsv and test.tsv or "
+        "dev.tsv",
         group=MODEL,
         metavar="SPEC",
     )
