@@ -116,7 +116,12 @@ def _classes(split: Path) -> list[str]:
 def _image_classes(folder: Path) -> list[str]:
     """The folders in a folder, if images are in each of them."""
     classes = _classes(folder)
-    return classes if all(any(map(_is_image, os.scandir(folder / name))) for name in classes) else []
+    return classes if all(_has_images(folder / name) for name in classes) else []
+
+
+def _has_images(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(map(_is_image, entries))
 
 
 def _is_image(entry: os.DirEntry[str]) -> bool:
