@@ -45,7 +45,7 @@ def test_folders_of_different_sizes(tmp_path: Path) -> None:
     assert (len(data.train), len(data.test), data.unit, data.vocabulary) == (12, 6, "images", ())
     data = load_data(str(folder), image_size=20)
     files = sorted((folder / "val").glob("*/*.jpg"))
-    check_test_images(data, [Image.open(file) for file in files], [0, 0, 1, 1, 2, 2])
+    check_test_images(data, [Image.open(io.BytesIO(file.read_bytes())) for file in files], [0, 0, 1, 1, 2, 2])
     again = load_data(str(folder), image_size=24)
     assert fingerprint(again) == fingerprint(data)
     before = fingerprint(data)
