@@ -13,8 +13,8 @@ import petra
 from petra.cli.main import main
 from petra.distributed import run_together
 from petra.runs.config import RunConfig
-from petra.runs.interrupts import Interrupted
 from petra.runs.run import Run
+from petra.trainer.interrupts import Interrupted
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from petra.data import Batches, Mixing, load_data
 from petra.data.dataset import keyed_generator
 from petra.data.mixing import draw_beta, draw_rectangle
 from petra.pipeline import MicrobatchResult
-from petra.runs.run_progress import RunProgress
 from petra.trainer.evaluation import evaluate_network
 from petra.trainer.loss import count_correct, cross_entropy
+from petra.trainer.progress import RunProgress
 
 
 def slow_mix(mixing: Mixing, images: Tensor, labels: Tensor, *key: int) -> tuple[Tensor, Tensor]:
