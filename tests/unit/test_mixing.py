@@ -128,7 +128,7 @@ def test_loss_and_accuracy_of_class_probabilities() -> None:
     assert count_correct(logits, targets) == count_correct(logits, hard)
     assert count_correct(logits, targets.bfloat16()) is not None
     assert count_correct(logits, targets * 2) < 0  # no probabilities
-    assert count_correct(logits, targets - 0.5) < 0
+    assert count_correct(logits, torch.tensor([[1.5, -0.5, 0, 0]]).expand(6, 4)) < 0
     progress = RunProgress()
     progress.count([MicrobatchResult(0, wanted, logits, targets)])
     progress.read()

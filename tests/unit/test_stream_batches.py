@@ -111,7 +111,8 @@ def test_streams_with_workers_and_shards() -> None:
     source = StreamBatches(Counted(), 4, transform=noise, seed=3, shuffle_block=6, workers=2)
     iterator = source.epoch(1)
     begun = [next(iterator) for _ in range(3)]
-    state = source.state_dict()  # although more has been read ahead
+    state = source.state_dict()
+    assert (state["epoch"], state["batch"]) == (1, 3)  # although more has been read ahead
     assert same_batches(begun, wanted[:3])
     source.load_state_dict(state)
     assert same_batches(list(source.epoch(1, 3)), wanted[3:])

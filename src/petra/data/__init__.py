@@ -2,11 +2,19 @@
 
 Start with `sources.py`: `load_data` turns a name or a path into a data set. `dataset.py` defines the interface that all
 data sets share, and `batches.py` makes batches from it on the device. `batch_source.py` defines the interface of
-everything that training can read batches from. The other files, by kind of data:
+everything that training can read batches from, and `make_batches.py` chooses one for a data set.
 
-- Images: `images.py` is the data set, and `image_split.py` augments and normalises batches. `builtin.py`, `cifar.py`
-  (with `safe_pickle.py`), `image_folder.py` and `parquet_images.py` read them; `image_decoding.py` decodes PNG, JPEG
-  and other formats.
+Sources of batches that worker processes prepare (`workers.py`): `sample_batches.py` for data sets by index,
+`stream_batches.py` for streams, `loader_batches.py` for loaders of PyTorch and torchdata. `batch_plan.py` says which
+samples are in which batch, `sample_reader.py` reads and seeds samples, and `device_batches.py` copies batches to the
+device. The other files, by kind of data:
+
+- Images in memory: `images.py` is the data set, and `image_split.py` augments and normalises batches. `builtin.py`,
+  `cifar.py` (with `safe_pickle.py`), `image_folder.py` and `parquet_images.py` read them; `image_decoding.py` decodes
+  PNG, JPEG and other formats.
+- Images that are decoded when they are needed: `image_files.py` is the data set, of `image_samples.py`, `tar_images.py`
+  or `hugging_face.py`, and `memory_images.py` makes it of images in memory. `image_pipeline.py` combines the transforms
+  of `transforms.py` and `rand_augment.py`; `mixing.py` has mixup and CutMix. `hold_out.py` chooses test images.
 - One long text, for language models: `text.py`, by characters or bytes, in memory. `token_files.py` has the tokens of a
   tokenizer, in files of any size. `tokenization.py` writes them, with `documents.py`, which reads texts, and
   `tokenizer.py`. `bits_per_byte.py` converts the loss.
