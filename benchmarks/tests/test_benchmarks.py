@@ -1,6 +1,7 @@
 """Benchmarks: smoke runs store nothing, mistakes in options are reported, and the theory agrees with the engine."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -69,3 +70,16 @@ def test_optimizers_are_compared_in_a_smoke_run_that_stores_nothing(tmp_path, ca
     module.main(["--smoke", "--out", str(tmp_path / "result.json")])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["adamw", "nadamw", "muon", "soap"]
     assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_the_input_pipeline_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monkeypatch, capsys):
+    (module,) = import_scripts("benchmarks/input_pipeline", "run")
+    monkeypatch.setattr(module, "ProcessPoolExecutor", ThreadPoolExecutor)
+    arguments = ["run", "--smoke", "--device", "cpu", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    module.main()
+    shown = capsys.readouterr().out
+    assert "input pipeline, 1 workers" in shown
+    assert "limit" in shown
+    assert not (tmp_path / "out").exists()

@@ -31,6 +31,7 @@ class BatchSource(Protocol):
       ends. Use `batch_count`.
     - `size(index)`: number of samples in a batch, over all replicas together. Use `batch_samples`.
     - `weight(index)`: weight of this replica's part of a batch in a mean over all replicas. Use `batch_weight`.
+    - `close()`: end its worker processes. Use `close_batches`.
     - `state_dict()` and `load_state_dict(state)`, see `ResumableBatchSource`.
     """
 
@@ -126,3 +127,15 @@ def batch_weight(source: BatchSource, index: int) -> float:
     """
     weight = getattr(source, "weight", None)
     return float(weight(index)) if callable(weight) else 1.0
+
+
+def close_batches(source: BatchSource) -> None:
+    """End the worker processes of a source, if it has any.
+
+    Args:
+        source: The source; another epoch starts its processes again.
+
+    """
+    close = getattr(source, "close", None)
+    if callable(close):
+        close()

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from petra.data.dataset import Data, SplitName, keyed_generator
+from petra.data.batch_plan import BatchPlan, part_bounds, read_bounds
+from petra.data.dataset import Data, SplitName
+from petra.data.mixing import Mixing
 
 _BATCHES_PER_COPY = 64
 """Batches whose random numbers are copied to the device together; one copy per batch takes longer than the draws."""
@@ -30,6 +32,7 @@ class Batches:
         shard: `(r, R)` to get the r-th of R parts of every batch. A part of a training batch is never empty: if the
             batch has fewer than R samples, the remaining parts are a placeholder sample with `weight` 0.
         channels_last: Store images in PyTorch's channels-last memory format.
+        mixing: Mix the images of each training batch; targets are then class probabilities.
 
     Raises:
         ValueError: If an argument is invalid, or if `drop_last` leaves no batch.
@@ -49,6 +52,7 @@ class Batches:
         dtype: torch.dtype = torch.float32,
         shard: tuple[int, int] = (0, 1),
         channels_last: bool = False,
+        mixing: Mixing | None = None,
     ) -> None:
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}: give 'train' or 'test'")
@@ -62,16 +66,17 @@ class Batches:
             raise ValueError(
                 f"batch_size is {batch_size} for {shard[1]} replicas: give at least one sample per replica"
             )
+        if mixing is not None and "in_channels" not in data.arguments:
+            raise ValueError(f"mixing is given, but {data.name} contains {data.unit}, not images: leave it out")
         self.batch_size = batch_size
-        self._shard = shard
         self.seed = seed
         self.device = torch.device(device)
         self.dtype = dtype
         self._channels_last = channels_last
-        self._shuffle = split == "train"
-        self._drop_last = drop_last
+        self._mixing = mixing if split == "train" else None
         augment = split == "train" if augment is None else augment
         self._split = data.split(split, augment=augment, device=self.device, dtype=dtype)
+        self._plan = BatchPlan(len(self._split), batch_size, drop_last, split == "train", seed, shard)
         if drop_last and batch_size > self.samples:
             raise ValueError(
                 f"batch_size is {batch_size}, but the {split} split has {self.samples} {data.unit}, so drop_last "
@@ -84,8 +89,7 @@ class Batches:
         return len(self._split)
 
     def __len__(self) -> int:
-        full, remainder = divmod(self.samples, self.batch_size)
-        return full + (remainder > 0 and not self._drop_last)
+        return len(self._plan)
 
     def size(self, index: int) -> int:
         """Return the number of samples in a batch, over all shards together.
@@ -97,7 +101,7 @@ class Batches:
             `batch_size`, or less for the last batch.
 
         """
-        return min(self.batch_size, self.samples - index * self.batch_size)
+        return self._plan.size(index)
 
     def weight(self, index: int) -> float:
         """Return the weight of this shard of a batch in a mean over all shards.
@@ -109,9 +113,7 @@ class Batches:
             1 if all shards have the same number of samples, 0 for a placeholder sample.
 
         """
-        shard, shards = self._shard
-        quotient, remainder = divmod(self.size(index), shards)
-        return (quotient + (shard < remainder)) * shards / self.size(index)
+        return self._plan.weight(index)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the batches of an epoch.
@@ -127,21 +129,20 @@ class Batches:
             ValueError: If `epoch` or `start` is out of range.
 
         """
-        if epoch < 0:
-            raise ValueError(f"epoch is {epoch}: give 0 or more")
-        if not 0 <= start <= len(self):
-            raise ValueError(f"start is {start}: give 0 to {len(self)}, the number of batches in an epoch")
+        self._plan.check_start(epoch, start)
         return self._iterate(epoch, start)
 
     def _iterate(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         order = self._order(epoch)
         for i, drawn in enumerate(self._drawn(epoch, start), start):
-            index = self._part(order[i * self.batch_size : (i + 1) * self.batch_size])
-            if len(index) == 0:
-                if not self._shuffle:
-                    continue
-                index = order[i * self.batch_size : i * self.batch_size + 1]
-            inputs, targets = self._split.take(index, drawn)
+            low, high = self._part(i)
+            if low == high:
+                continue
+            first = i * self.batch_size
+            inputs, targets = self._split.take(order[first + low : first + high], drawn)
+            if self._mixing is not None:
+                key = self.seed, epoch, i
+                inputs, targets = self._mixing.part(inputs, targets, self.size(i), self._plan.shard, *key)
             if self._channels_last and inputs.ndim == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             yield inputs, targets
@@ -160,18 +161,19 @@ class Batches:
         drawn = self._split.draw(self.size(i), self.seed, epoch, i)
         if drawn is None:
             return None
-        drawn = self._part(drawn, dim=1)
-        # A shard without samples gets the numbers of the placeholder sample.
-        return drawn if drawn.shape[1] else drawn.new_zeros(len(drawn), 1)
+        low, high = part_bounds(self.size(i), self._plan.shard)
+        if low == high:  # a shard without samples gets the numbers of the placeholder sample
+            return drawn.new_zeros(len(drawn), 1)
+        low, high = self._part(i)
+        return drawn[:, low:high]
 
-    def _part(self, whole: Tensor, dim: int = 0) -> Tensor:
-        return whole.tensor_split(self._shard[1], dim)[self._shard[0]]
+    def _part(self, i: int) -> tuple[int, int]:
+        """Where the samples that this shard reads start and end in the batch."""
+        return read_bounds(self.size(i), self._plan.shard, self._mixing is not None, self._plan.shuffle)
 
     def _order(self, epoch: int) -> Tensor:
-        if not self._shuffle:
-            return torch.arange(self.samples, device=self._split.device)
-        random = keyed_generator(self.seed, "order", epoch)
-        return self._send(torch.randperm(self.samples, generator=random, device="cpu"))
+        order = self._plan.order(epoch)
+        return self._send(order) if self._plan.shuffle else order.to(self._split.device)
 
     def _send(self, drawn: Tensor) -> Tensor:
         # From pinned memory the copy is asynchronous: drawing the next batch never waits for the GPU.

@@ -99,15 +99,20 @@ class Hashed(Protocol):
         """Hash of all samples, in hexadecimal."""
 
 
-def keyed_generator(*key: int | str) -> torch.Generator:
-    """Return a new CPU generator whose seed is a stable 63-bit hash of the key.
+def keyed_seed(*key: int | str) -> int:
+    """Return a stable 63-bit hash of the key, to seed a generator with.
 
     Each draw has its own key, so no draw depends on an earlier one. Python's built-in `hash` differs between processes;
     this hash is the same on every machine.
     """
     text = "\0".join(str(part) for part in key)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(digest, "little") >> 1
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """Return a new CPU generator with the seed `keyed_seed(*key)`."""
+    return torch.Generator("cpu").manual_seed(keyed_seed(*key))
 
 
 def fingerprint(data: Data) -> str:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petra.data.dataset import keyed_generator
+from petra.data.device_batches import Normalise
 
 
 class ImageSplit:
@@ -25,12 +26,8 @@ class ImageSplit:
         dtype: torch.dtype,
     ) -> None:
         self._images, self._labels, self.device = images.to(device), labels.to(device), device
-        self._padding, self._flip, self._dtype = crop_padding, flip, dtype
-        # (x / max - mean) / std as x * scale + shift. The result is rounded to half precision only once, at the end.
-        self._compute_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        max_value = 255.0 if images.dtype == torch.uint8 else 1.0
-        self._scale = self._per_channel([1 / (max_value * s) for s in std])
-        self._shift = self._per_channel([-m / s for m, s in zip(mean, std, strict=True)])
+        self._padding, self._flip = crop_padding, flip
+        self._normalise = Normalise(mean, std, device, dtype, 255.0 if images.dtype == torch.uint8 else 1.0)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -44,11 +41,7 @@ class ImageSplit:
         images = self._images.index_select(0, index)
         if drawn is not None:
             images = crop_and_flip(images, drawn, self._padding)
-        images = images.to(self._compute_dtype).mul_(self._scale).add_(self._shift).to(self._dtype)
-        return images, self._labels.index_select(0, index)
-
-    def _per_channel(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=self._compute_dtype, device=self._images.device).view(-1, 1, 1)
+        return self._normalise(images), self._labels.index_select(0, index)
 
 
 def draw_augmentation(count: int, padding: int, flip: bool, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from petra.data.image_decoding import Source, decode
+from petra.data.image_decoding import DifferentSizes, Source, decode, open_image
+from petra.data.image_files import DEFAULT_IMAGE_SIZE, ImageFileData
+from petra.data.image_samples import EncodedImages
 from petra.data.images import ImageData, build_image_data
 from petra.data.parquet_files import (
     LABEL_NAMES,
@@ -34,10 +36,14 @@ class _Rows:
     class_names: tuple[str, ...]
 
 
-def read_parquet_images(folder: Path, test_only: bool = False) -> ImageData | None:
+def read_parquet_images(
+    folder: Path, test_only: bool = False, image_size: int | None = None
+) -> ImageData | ImageFileData | None:
     """Read the data set in train*.parquet and test*.parquet (or val*, if test* has no labels); None without train*.
 
-    With `test_only`, train* may be missing; the test images are then used for both splits.
+    Images of one size are decoded into memory. Others stay encoded in memory, and become squares of `image_size` (by
+    default 224) when they are needed; so do those of another size than `image_size`, if it is given. With `test_only`,
+    train* may be missing; the test images are then used for both splits.
     """
     root = find_parquet(folder)
     if root is None and test_only:
@@ -50,27 +56,43 @@ def read_parquet_images(folder: Path, test_only: bool = False) -> ImageData | No
         if paths := sorted(root.glob(f"{name}*.parquet")):
             test = _read_all(paths)
             if not len(test.labels) or (test.labels != UNLABELLED).any():
-                return _assemble(folder, train or test, test)
+                return _assemble(folder, train or test, test, image_size)
     has = "train*.parquet" if training else "parquet files"
     raise ValueError(f"{root} has {has} but no test*.parquet or validation*.parquet with labels: add one")
 
 
-def _assemble(folder: Path, train: _Rows, test: _Rows) -> ImageData:
+def _assemble(folder: Path, train: _Rows, test: _Rows, image_size: int | None) -> ImageData | ImageFileData:
     count = len(train.sources)
     if not count or not test.sources:
         raise ValueError(f"{folder}: the {'test' if count else 'train'} parquet files are empty: give some images")
-    images = decode(train.sources + test.sources)  # together, so that grey or RGB is decided once
     highest = max(int(train.labels.max()), int(test.labels.max()))
-    names = common_class_names(folder, (train.class_names, test.class_names))
-    return build_image_data(
-        folder.resolve().name,
-        (images[:count], torch.from_numpy(train.labels)),
-        (images[count:], torch.from_numpy(test.labels)),
-        num_classes=len(names) or max(highest, 0) + 1,
-        crop_padding=images.shape[2] // 8,
-        flip=True,
-        class_names=names,
+    class_names = common_class_names(folder, (train.class_names, test.class_names))
+    name, classes = folder.resolve().name, len(class_names) or max(highest, 0) + 1
+    if image_size in (None, *_sides(train.sources[0])):
+        try:
+            images = decode(train.sources + test.sources)  # together, so that grey or RGB is decided once
+        except DifferentSizes:
+            pass
+        else:
+            return build_image_data(
+                name,
+                (images[:count], torch.from_numpy(train.labels)),
+                (images[count:], torch.from_numpy(test.labels)),
+                num_classes=classes,
+                crop_padding=images.shape[2] // 8,
+                flip=True,
+                class_names=class_names,
+            )
+    encoded = (EncodedImages(rows.sources, torch.from_numpy(rows.labels)) for rows in (train, test))
+    return ImageFileData(
+        name, next(encoded), next(encoded), classes, image_size or DEFAULT_IMAGE_SIZE, class_names=class_names
     )
+
+
+def _sides(source: Source) -> set[int]:
+    """The side of a square image; two sides of another one never equal an image size."""
+    width, height = open_image(*source).size
+    return {width} if width == height else set()
 
 
 def _read_all(paths: list[Path]) -> _Rows:

@@ -7,13 +7,16 @@ from collections.abc import Container, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from petra import methods
-from petra.data import Data, load_data
+from petra.data import Batches, Data, SampleBatches, load_data, make_batches
+from petra.data.dataset import SplitName
+from petra.data.image_pipeline import Augmentation, Backend
+from petra.data.workers import default_workers
 from petra.methods import METHODS
 from petra.pipeline import partition
 from petra.pipeline.stage import Loss
@@ -41,8 +44,19 @@ MAY_CHANGE = (
     "flush_until",
     "replicas",
     "data",
+    "workers",
 )
 """Options that may differ when a run is resumed. Data may have moved; its fingerprint is compared."""
+ADDED = (
+    "image_size",
+    "augment",
+    "mixup",
+    "cutmix",
+    "test_fraction",
+    "image_backend",
+    "workers",
+)
+"""Options that the `config.json` of an older run may lack; it had their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +114,7 @@ class RunConfig(RunOptions):
         known = {f.name: f for f in fields(cls)}
         if strange := sorted(values.keys() - known.keys()):
             raise ValueError(f"the run was written by another version of Petra: unknown {', '.join(strange)}")
-        if missing := sorted(known.keys() - values.keys()):
+        if missing := sorted(known.keys() - values.keys() - set(ADDED)):
             raise KeyError(f"{', '.join(missing)} missing")
         # JSON has no tuples: they are the fields whose default is one.
         tuples = {name for name, f in known.items() if f.default is not MISSING and isinstance(f.default, tuple)}
@@ -257,8 +271,45 @@ class RunConfig(RunOptions):
         Returns:
             The data set.
         """
-        size = {"seq_len": self.seq_len, "vocab_size": self.vocab_size}
-        return load_data(self.data, seed=self.seed, vocabulary=vocabulary, test_only=test_only, **size)
+        return load_data(
+            self.data,
+            seed=self.seed,
+            seq_len=self.seq_len,
+            vocab_size=self.vocab_size,
+            vocabulary=vocabulary,
+            test_only=test_only,
+            image_size=self.image_size,
+            test_fraction=self.test_fraction,
+        )
+
+    def make_batches(
+        self, data: Data, split: SplitName, batch_size: int, *, local_processes: int = 1, **common: Any
+    ) -> Batches | SampleBatches:
+        """Return the batches of one split.
+
+        Args:
+            data: The data set.
+            split: `"train"` or `"test"`.
+            batch_size: The number of samples in a batch.
+            local_processes: The number of processes on this machine that decode images.
+            **common: Arguments of `petra.data.make_batches`.
+
+        Returns:
+            The batches.
+        """
+        return make_batches(
+            data,
+            split,
+            batch_size,
+            seed=self.seed,
+            augment=cast(Augmentation | None, self.augment),
+            backend=cast(Backend, self.image_backend),
+            mixup=self.mixup,
+            cutmix=self.cutmix,
+            workers=default_workers(local_processes) if self.workers is None else self.workers,
+            channels_last=self.channels_last,
+            **common,
+        )
 
     def evaluation_batch_size(self, data: Data) -> int:
         """Return the number of samples in a batch for evaluation."""

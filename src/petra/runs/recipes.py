@@ -62,10 +62,13 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "petra-imagenet",
-            "RevNet-18 on ImageNet (or ImageNet32 with --stem cifar) as in the PETRA paper: k = 32, 90 epochs",
+            "RevNet-18 on ImageNet as in the PETRA paper: crops of 224, k = 32, 90 epochs (for ImageNet32, add "
+            "--image-size 32 --stem cifar)",
             {
                 **_PAPER,
                 "model": "revnet18",
+                "image_size": 224,  # evaluated in the centre of images that are resized to 256
+                "augment": "crop-flip",
                 "model_options": {"stem": "imagenet"},
                 "accumulate": 32,
                 "epochs": 90,

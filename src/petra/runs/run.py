@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from petra.data import Batches, Data, bits_per_byte, fingerprint
+from petra.data import Data, bits_per_byte, close_batches, fingerprint
 from petra.distributed import SingleProcess, Transport
 from petra.distributed.job import job_name
 from petra.measure import MemoryProbe, Timeline
@@ -91,7 +92,7 @@ class Run(TrainingLoop):
             check_no_run(folder, "--resume to continue it")
         self.transport = transport = transport if transport is not None else SingleProcess(self.device)
         transport.check_agreement(config.to_json())
-        self._load_data(data)
+        self._load_data(data, placement)
         checkpoints = Checkpoints(folder / CHECKPOINTS, transport, ignore_existing=overwrite)
         resumed = resume and checkpoints.exist()
         files = vocabulary_files(self._data)
@@ -134,16 +135,22 @@ class Run(TrainingLoop):
             self.progress_bar.write(line)
         self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
 
-    def _load_data(self, data: Data | None) -> None:
+    def _load_data(self, data: Data | None, placement: Sequence[int] | None) -> None:
         config, position = self.config, self.transport.position
         self._data = config.load_data() if data is None else data
         self._fingerprint = fingerprint(self._data)
-        shard = (position.replica, position.replicas)
-        common: dict[str, Any] = {"device": self.device, "shard": shard, "channels_last": config.channels_last}
-        self.train = Batches(
-            self._data, "train", config.batch_size, seed=config.seed, drop_last=config.drop_last, **common
+        # Only the rank of the first stage uses the inputs; the others read no images.
+        inputs = position.rank == (placement[0] if placement else 0)
+        make = partial(
+            config.make_batches,
+            self._data,
+            local_processes=position.replicas,
+            device=self.device,
+            shard=(position.replica, position.replicas),
+            inputs=inputs,
         )
-        self.test = Batches(self._data, "test", config.evaluation_batch_size(self._data), **common)
+        self.train = make("train", config.batch_size, drop_last=config.drop_last)
+        self.test = make("test", config.evaluation_batch_size(self._data))
         self._network_spec = NetworkSpec.of(config, self._data)
 
     def _prepare_folder(self, folder: Path, checkpoints: Checkpoints, overwrite: bool) -> None:
@@ -179,6 +186,8 @@ class Run(TrainingLoop):
     def close(self) -> None:
         """Close the progress bar and the files."""
         super().close()
+        for batches in (self.train, self.test):
+            close_batches(batches)
         if self.is_main:
             self._folder_lock.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from petra.data import Batches, Data, ImageData, TokenData, bits_per_byte
+from petra.data import Data, ImageData, ImageFileData, TokenData, bits_per_byte, close_batches
 from petra.runs.config import RunConfig
 from petra.runs.model_arguments import check_fits
 from petra.runs.run_folder import CONFIG, TOKENIZER
@@ -64,7 +64,7 @@ def evaluate_run(
     if config.channels_last:
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     size = config.evaluation_batch_size(test_data) if batch_size is None else batch_size
-    batches = Batches(test_data, "test", size, device=device, channels_last=config.channels_last)
+    batches = config.make_batches(test_data, "test", size, device=device)
     result = evaluate_network(
         network,
         batches.epoch(0),
@@ -74,6 +74,7 @@ def evaluate_run(
         comm_dtype=config.comm_torch_dtype,
         device=device,
     )
+    close_batches(batches)
     return Score(
         model=config.model,
         data=config.data,
@@ -95,7 +96,7 @@ def _load_test_data(config: RunConfig, spec: NetworkSpec, folder: Path) -> Data:
         raise ValueError(
             f"the classes of {data.name} are not those of the run (see {strange[0]!r}): give data with the same classes"
         )
-    if isinstance(data, ImageData):
+    if isinstance(data, ImageData | ImageFileData):
         return replace(data, mean=tuple(spec.mean), std=tuple(spec.std))
     if isinstance(data, TokenData) or token_kind(folder) == "tokens":
         return _check_tokenizer(data, config.data, folder)

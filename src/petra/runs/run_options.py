@@ -8,6 +8,9 @@ from typing import Any
 
 from petra.corrections import CORRECTIONS, choose
 from petra.data import sentences, text
+from petra.data.hold_out import DEFAULT_TEST_FRACTION
+from petra.data.image_files import DEFAULT_IMAGE_SIZE
+from petra.data.image_pipeline import AUGMENTATIONS, BACKENDS
 from petra.methods import METHODS
 from petra.runs.option_fields import fractions, option, schedule_option, whole_numbers
 from petra.trainer.lr_schedules import LR_SCHEDULES
@@ -42,8 +45,9 @@ class RunOptions:
     )
     data: str = option(
         help="digits, synthetic[:CxHxW:CLASSES], text:FILE (by characters), bytes:FILE, tokens:FOLDER (of "
-        "`petra tokenize`), or a folder: CIFAR-10/100 batches, parquet shards, image folders, or labelled sentences in "
-        "train.tsv and test.tsv or dev.tsv",
+        "`petra tokenize`), hf:NAME (images of the library datasets), or a folder: image files in class folders, "
+        "tar or parquet files with images, CIFAR-10/100 batches, or labelled sentences in train.tsv and test.tsv or "
+        "dev.tsv",
         group=MODEL,
         metavar="SPEC",
     )
@@ -62,6 +66,48 @@ class RunOptions:
         metavar="N",
         minimum=1,
         default_text=str(sentences.DEFAULT_VOCAB_SIZE),
+    )
+    image_size: int | None = option(
+        None,
+        help="height and width of images, which are cropped and resized to it; files are then not read into memory",
+        group=MODEL,
+        metavar="N",
+        minimum=1,
+        default_text=f"that of the images, or {DEFAULT_IMAGE_SIZE} if they differ",
+    )
+    augment: str | None = option(
+        None,
+        help="random changes of training images: crops and flips, or also RandAugment",
+        group=MODEL,
+        metavar="NAME",
+        choices=AUGMENTATIONS,
+        default_text="crop-flip for images",
+    )
+    mixup: float = option(
+        0.0, help="α of mixup, which mixes training images in pairs; usual is 0.2", group=MODEL, minimum=0
+    )
+    cutmix: float = option(
+        0.0, help="α of CutMix, which puts a part of an image into another; usual is 1", group=MODEL, minimum=0
+    )
+    test_fraction: float | None = option(
+        None,
+        help="share of the images that is held out for testing, if there are no test images",
+        group=MODEL,
+        metavar="SHARE",
+        above=0,
+        below=1,
+        default_text=f"{DEFAULT_TEST_FRACTION} for class folders and tar files",
+    )
+    image_backend: str = option(
+        "pillow", help="library that crops and resizes images", group=MODEL, metavar="NAME", choices=BACKENDS
+    )
+    workers: int | None = option(
+        None,
+        help="processes that decode images for a replica; they do not change the result",
+        group=MODEL,
+        metavar="N",
+        minimum=0,
+        default_text="one per core, at most 16",
     )
     model_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the network; on the command line --width, --depth, … and --set."""

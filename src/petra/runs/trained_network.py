@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from petra import models
-from petra.data import Data, ImageData, SentenceData, TokenData
+from petra.data import Data, ImageData, ImageFileData, SentenceData, TokenData
 from petra.data.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from petra.models.imported import is_import_path
 from petra.reversible import FixedPointCoupling, Network
@@ -45,8 +45,8 @@ class NetworkSpec:
             model=config.model,
             arguments={**default_arguments(config.model), **arguments},
             coupling=config.coupling,
-            mean=list(data.mean) if isinstance(data, ImageData) else [],
-            std=list(data.std) if isinstance(data, ImageData) else [],
+            mean=list(data.mean) if isinstance(data, ImageData | ImageFileData) else [],
+            std=list(data.std) if isinstance(data, ImageData | ImageFileData) else [],
             class_names=class_names(data),
             end_of_text=data.info.end_of_text if isinstance(data, TokenData) else None,
         )
@@ -181,4 +181,4 @@ def read_tokenizer(folder: Path, where: str) -> Tokenizer:
 
 def class_names(data: Data) -> list[str]:
     """Return the names of the classes; empty if the data has none."""
-    return list(data.class_names) if isinstance(data, ImageData | SentenceData) else []
+    return list(data.class_names) if isinstance(data, ImageData | ImageFileData | SentenceData) else []

@@ -97,7 +97,7 @@ class TrainerSetup:
         placement: Sequence[int] | None,
         cuda_graph: bool | None,
         flush_until: int | None,
-    ) -> Trainer:
+    ) -> RunTrainer:
         config = self.config
         return RunTrainer(
             network,

@@ -128,7 +128,7 @@ class EvaluationSums:
         correct, others, answers, samples = (int(count) for count in counts)
         if answers == 0:
             raise ValueError("there is nothing to evaluate: the batches are empty, or all their targets are negative")
-        return Evaluation(loss / answers, correct / answers if others == 0 else None, samples)
+        return Evaluation(loss / answers, correct / answers if others == 0 and correct >= 0 else None, samples)
 
 
 def to_device(data: Any, device: torch.device, copy: bool = False) -> Any:

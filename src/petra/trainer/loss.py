@@ -1,4 +1,4 @@
-"""Cross-entropy and correct answers, for one class per sample or one class per token."""
+"""Cross-entropy and correct answers, for one class per sample or token, or for class probabilities."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from torch.nn import functional as F
 from petra.reversible.streams import Streams
 from petra.trainer.chunked_loss import chunked_cross_entropy
 
+NO_CLASSES = -(2**40)
+"""So many correct answers mean that the targets are no classes; sums of a few numbers with it stay negative."""
+_TOLERANCE = 0.02  # of the sum of probabilities in half precision
+
 
 def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross-entropy over all targets.
@@ -18,7 +22,8 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
         outputs: Logits, with the classes in the last dimension. Or hidden states and the weight that projects them to
             logits, as a language model with `chunked_loss` returns them; the logits are then computed for one chunk of
             tokens at a time, and never exist all at once.
-        targets: The classes, in the shape of the outputs without the last dimension. Targets of -100 are ignored.
+        targets: The classes, in the shape of the outputs without the last dimension. Targets of -100 are ignored. Or
+            floating-point class probabilities in the shape of the logits, as mixup makes them.
         label_smoothing: The weight of the uniform distribution in the targets.
 
     Returns:
@@ -36,6 +41,10 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
     if isinstance(outputs, tuple):
         hidden, weight = outputs
         return chunked_cross_entropy(hidden.flatten(0, -2), weight, targets.flatten(), label_smoothing)
+    if _may_be_probabilities(outputs, targets):
+        return F.cross_entropy(
+            outputs.flatten(0, -2), targets.flatten(0, -2).to(outputs.dtype), label_smoothing=label_smoothing
+        )
     if targets.shape != outputs.shape[:-1]:
         raise ValueError(
             f"outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: "
@@ -45,12 +54,20 @@ def cross_entropy(outputs: Tensor | Streams, targets: Tensor, label_smoothing: f
 
 
 def count_correct(outputs: Any, targets: Any) -> Tensor | None:
-    """Return how many outputs have their largest entry at the target; None unless the outputs are logits of classes."""
+    """Return how many outputs have their largest entry at the target; None unless the outputs are logits of classes.
+
+    Where targets are class probabilities, the target is the most probable class. If floating-point targets in the shape
+    of the outputs turn out to be no probabilities, the number is negative; reading them here would make the host wait.
+    """
+    if _may_be_probabilities(outputs, targets):
+        correct: Tensor = (outputs.argmax(-1) == targets.argmax(-1)).sum()
+        each = (targets.sum(-1) - 1).abs() < _TOLERANCE
+        return correct.where((targets >= 0).all() & each.all(), NO_CLASSES)
     classes = class_dimension(outputs, targets)
     if classes is None:
         return None
-    correct: Tensor = (outputs.argmax(dim=classes) == targets).sum()
-    return correct
+    answers: Tensor = outputs.argmax(dim=classes) == targets
+    return answers.sum()
 
 
 def count_answers(outputs: Any, targets: Any, samples: int) -> Tensor | int:
@@ -60,6 +77,13 @@ def count_answers(outputs: Any, targets: Any, samples: int) -> Tensor | int:
     """
     classifies = class_dimension(outputs, targets) is not None or _projects(outputs, targets)
     return (targets >= 0).sum() if classifies else samples
+
+
+def _may_be_probabilities(outputs: Any, targets: Any) -> bool:
+    """Return whether targets are floating-point numbers in the shape of two or more logits."""
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor) and targets.is_floating_point()):
+        return False
+    return targets.ndim > 1 and targets.shape == outputs.shape and targets.shape[-1] > 1
 
 
 def _projects(outputs: Any, targets: Any) -> bool:

@@ -92,7 +92,8 @@ class RunProgress:
     def read(self) -> None:
         """Update `loss`, `correct` and `samples` from the device, which waits for it."""
         if self._sums is not None:
-            self.loss, self.correct, self.samples = float(self._sums[0]), int(self._sums[1]), int(self._sums[2])
+            self.loss, self.samples = float(self._sums[0]), int(self._sums[2])
+            self.correct = max(int(self._sums[1]), -1)
 
     def of_rank(self, is_main: bool) -> RunProgress:
         """Return the progress of a rank that continues from a checkpoint.
