@@ -253,6 +253,15 @@ def test_lists_and_drawings(command, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("command", ["methods", "corrections", "models", "recipes"])
+def test_lists_fit_into_the_terminal(command, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert width - 20 < max(map(len, lines)) <= width
+
+
 def test_schedule_of_any_method(capsys):
     assert main(["schedule", "lock-step", "--stages", "2", "--microbatches", "2"]) == 0
     assert capsys.readouterr().out == (

@@ -112,7 +112,7 @@ def find(name: str) -> Entry:
         ValueError: If there is no such network. The message suggests a similar name.
     """
     if name not in _ENTRIES:
-        raise unknown("model", name, _ENTRIES)
+        raise unknown("model", name, _ENTRIES, "petra models")
     return _ENTRIES[name]
 
 

@@ -94,7 +94,8 @@ def reversible_segment(
     inputs = (*streams, *tensors)
     mode = _BACKWARD_MODE.get()
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *parameters))
-    if mode is _BackwardMode.PLAIN or not needs_graph:
+    # torch.jit.trace records operations, and cannot record a node with a backward of its own.
+    if mode is _BackwardMode.PLAIN or not needs_graph or torch.jit.is_tracing():
         outputs = inputs
         for coupling in couplings:
             outputs = coupling.forward(outputs)
