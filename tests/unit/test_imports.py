@@ -24,7 +24,8 @@ ALLOWED = {
     "measure": ENGINE | {"distributed"},
     "trainer": ENGINE | {"conversion", "distributed", "cudagraph", "data"},
     "runs": ENGINE | {"distributed", "cudagraph", "models", "data", "measure", "trainer"},
-    "cli": ENGINE | {"distributed", "cudagraph", "models", "data", "measure", "trainer", "runs"},
+    "report": {"schedule", "methods", "measure", "trainer", "runs"},
+    "cli": ENGINE | {"distributed", "cudagraph", "models", "data", "measure", "trainer", "runs", "report"},
 }
 
 

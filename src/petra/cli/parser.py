@@ -20,6 +20,7 @@ COMMANDS = {
     "compare": ("compare", "train with several methods and compare them"),
     "fidelity": ("fidelity", "train, and compare gradients with those of backprop"),
     "plot": ("plot", "draw runs side by side"),
+    "report": ("report", "write an HTML report of one run or several"),
     "memory": ("memory", "count activations for several numbers of stages"),
     "advise": ("advise", "recommend a method, k and a learning rate"),
     "plan": ("plan", "find where to cut a network for several processes"),
