@@ -76,5 +76,6 @@ def command_of(config: Mapping[str, Any]) -> str:
     known = RunConfig.from_json(dict(config)).to_json()
     defaults = {f.name: f.default for f in fields(RunConfig) if f.default is not MISSING}
     usual = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-    needed = {name: value for name, value in known.items() if name not in usual or usual[name] != value}
+    always = ("method", "stages")
+    needed = {n: value for n, value in known.items() if n in always or n not in usual or usual[n] != value}
     return shlex.join(["petra", "train", *spell_options({name: v for name, v in needed.items() if v is not None})])

@@ -57,12 +57,15 @@ def _results(runs: Sequence[RunRecord]) -> Html:
 
 
 def _staleness(runs: Sequence[RunRecord]) -> Html:
-    lines = [
-        Series(run.name, [(float(s), float(n)) for s, n in enumerate(staleness_of(run))], colour, marker)
-        for run, colour, marker in styled(runs)
-    ]
+    lines: dict[tuple[int, ...], Series] = {}
+    for run, colour, marker in styled(runs):
+        found = tuple(staleness_of(run))
+        same = lines.get(found)  # one line for runs with the same staleness
+        name = f"{same.name}, {run.name}" if same else run.name
+        points = [(float(stage), float(n)) for stage, n in enumerate(found)]
+        lines[found] = Series(name, points, same.colour if same else colour, same.marker if same else marker)
     title = "staleness: micro-batches between forward and backward"
-    return line_chart(title, lines, "stage", y_kind="integer", zero=True)
+    return line_chart(title, list(lines.values()), "stage", y_kind="integer", zero=True)
 
 
 def _memory(runs: Sequence[RunRecord]) -> Html:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from petra.report.html import NOTHING, Html, tag
-from petra.report.ticks import Axis, has_outlier
+from petra.report.ticks import Axis, spans_decades
 
 Point = tuple[float, float]
 
@@ -49,6 +49,8 @@ class Series:
     """Its marker, one of `MARKERS`."""
     dashed: bool = False
     """The line is dashed."""
+    in_legend: bool = True
+    """The legend names it."""
 
 
 def line_chart(
@@ -81,16 +83,17 @@ def line_chart(
     points = [point for _, parts in drawn for part in parts for point in part]
     if not points:
         return NOTHING
-    across = Axis.of([x for x, _ in points], x_kind, 6)
+    across = Axis.of([x for x, _ in points], x_kind, 6, tight=True)
     heights = [y for _, y in points]
-    up = Axis.of(heights, y_kind, 5, zero, log or (y_kind == "number" and has_outlier(heights)))
+    up = Axis.of(heights, y_kind, 5, zero=zero, log=log or (y_kind == "number" and spans_decades(heights)))
     frame = _frame(across, up, x_label)
     lines = [_line(one, parts, across, up) for one, parts in drawn]
     size = {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "role": "img", "aria_label": title}
     svg = tag("svg", tag("title", title), *frame, *lines, xmlns="http://www.w3.org/2000/svg", **size)
     scale = " (logarithmic)" if up.log else ""
     caption = tag("figcaption", title + scale)
-    legend = _legend([one for one, _ in drawn]) if len(drawn) > 1 or len(series) > 1 else NOTHING
+    named = [one for one, _ in drawn if one.in_legend]
+    legend = _legend(named) if len(series) > 1 else NOTHING
     below = tag("p", note, class_="note") if note else NOTHING
     return tag("figure", caption, svg, legend, below)
 

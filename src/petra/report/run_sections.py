@@ -23,6 +23,8 @@ _MOST_ACTIONS = 300
 """Drawings of schedules with more actions would make the report large."""
 _MOST_STAGES = 6
 """Lines of more stages in one chart could not be told apart."""
+_ALWAYS = {"method", "stages", "schedule", "accumulate", "lr", "optimizer", "seed"}
+"""Options that are shown even if they have their default values."""
 SPLITS = (("test", False), ("training", True))
 """The parts of the data, and whether their lines are dashed."""
 
@@ -129,9 +131,10 @@ def _splits(runs: Sequence[RunRecord], metric: str, x: str) -> list[Series]:
     found = []
     for run, colour, marker in styled(runs):
         for (split, dashed), key in zip(SPLITS, (f"test_{metric}", f"train_{metric}"), strict=True):
-            name = f"{run.name}, {split}" if len(runs) > 1 else split
+            name = split if len(runs) == 1 else f"{run.name}, {split}" if dashed else run.name
             shown = colour if len(runs) > 1 else f"s{2 * dashed}"
-            found.append(Series(name, run.curve(key, x), shown, "s" if dashed and len(runs) == 1 else marker, dashed))
+            mark, named = ("s", True) if dashed and len(runs) == 1 else (marker, not dashed or len(runs) == 1)
+            found.append(Series(name, run.curve(key, x), shown, mark, dashed, named))
     return found
 
 
@@ -266,8 +269,9 @@ def config_section(run: RunRecord) -> Html:
         return missing("config.json is missing or damaged.")
     defaults = {f.name: f.default for f in fields(RunConfig) if f.default is not MISSING}
     usual = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-    chosen = [(name, show(value)) for name, value in run.config.items() if name not in usual or usual[name] != value]
-    others = [(name, show(value)) for name, value in run.config.items() if name in usual and usual[name] == value]
+    shown = {name for name, value in run.config.items() if name not in usual or usual[name] != value} | _ALWAYS
+    chosen = [(name.replace("_", " "), show(value)) for name, value in run.config.items() if name in shown]
+    others = [(name.replace("_", " "), show(value)) for name, value in run.config.items() if name not in shown]
     hidden = tag("details", tag("summary", "Options at their defaults"), definitions(others)) if others else NOTHING
     return join([definitions(chosen), hidden])
 

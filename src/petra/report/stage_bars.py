@@ -31,7 +31,7 @@ def stage_bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], note
         return NOTHING
     shown = rows[:_MOST_ROWS]
     left = 14 + 7 * min(max(len(name) for name, _ in shown), 20)
-    axis = Axis.of([0.0, *(sum(own.values()) for _, own in shown)], "bytes", 4, zero=True)
+    axis = Axis.of([0.0, *(sum(own.values()) for _, own in shown)], "bytes", 4, zero=True, tight=True)
     bottom = _TOP + _ROW * len(shown)
     width = _WIDTH - left - _RIGHT
     found = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
-from statistics import median
 
 KINDS = ("number", "integer", "percent", "bytes", "seconds")
 _UNITS = {
@@ -26,7 +25,14 @@ class Axis:
 
     @classmethod
     def of(
-        cls, values: Sequence[float], kind: str = "number", count: int = 5, zero: bool = False, log: bool = False
+        cls,
+        values: Sequence[float],
+        kind: str = "number",
+        count: int = 5,
+        *,
+        zero: bool = False,
+        log: bool = False,
+        tight: bool = False,
     ) -> Axis:
         """Choose the range and the ticks.
 
@@ -36,6 +42,7 @@ class Axis:
             count: About how many ticks there are.
             zero: The axis begins at 0.
             log: The axis is logarithmic, if all values are above 0.
+            tight: The axis ends at the last value instead of the next tick.
 
         Returns:
             The axis.
@@ -51,7 +58,7 @@ class Axis:
                 low, high = (low - abs(low) / 2 - 0.5 * (low == 0), high + abs(high) / 2 + 0.5 * (high == 0))
                 low = max(low, 0.0) if min(values, default=0.0) >= 0 else low
             ticks = linear_ticks(low / unit, high / unit, count, kind == "integer")
-            if kind != "integer" and kind != "seconds":  # values end at ticks
+            if not tight and kind != "integer" and kind != "seconds":
                 low, high = min(low, ticks[0] * unit), max(high, ticks[-1] * unit)
             log = False
         inside = [t for t in ticks if low - 1e-9 * (high - low) <= t * unit <= high + 1e-9 * (high - low)]
@@ -100,9 +107,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     return found[begin : max(end, begin + 1) + 1]
 
 
-def has_outlier(values: Sequence[float]) -> bool:
-    """Return whether one value is so high that the others would look like a flat line."""
-    return bool(values) and min(values) > 0 and max(values) > 100 * median(values)
+def spans_decades(values: Sequence[float]) -> bool:
+    """Return whether some values are so much higher that the others would look like a flat line."""
+    return bool(values) and min(values) > 0 and max(values) > 50 * min(values)
 
 
 def _unit(kind: str, high: float) -> tuple[float, str]:
@@ -115,7 +122,7 @@ def _label(tick: float, kind: str, unit: str) -> str:
     if kind == "percent":
         return f"{100 * tick:g} %"
     whole = f"{tick:g}" if abs(tick) < 1e5 and (tick == 0 or abs(tick) >= 1e-3) else _scientific(tick)
-    return f"{whole} {unit}" if unit else whole
+    return f"{whole} {unit}" if unit and tick != 0 else whole
 
 
 def _scientific(tick: float) -> str:

@@ -15,12 +15,18 @@ _MOST_EVENTS = 400
 
 
 def shown_events(trace: Trace) -> list[Event]:
-    """Return the actions of a few ticks in the middle of the part of the trace in which the pipeline is full."""
+    """Return the actions of a few ticks with a full pipeline: of all such windows, one of median duration."""
     ticks = sorted({e.tick for e in trace.events})
     full = [tick for tick in ticks if tick >= trace.fill] or ticks
     in_tick = max(len(trace.events) // max(len(ticks), 1), 1)
     count = max(1, min(_TICKS, _MOST_EVENTS // in_tick))
-    first = max(0, len(full) // 2 - count // 2)
+    began, ended = {}, {}
+    for e in trace.events:
+        began[e.tick] = min(began.get(e.tick, e.began), e.began)
+        ended[e.tick] = max(ended.get(e.tick, e.ended), e.ended)
+    starts = range(max(len(full) - count, 0) + 1) if full else ()
+    windows = sorted(starts, key=lambda i: ended[full[min(i + count, len(full)) - 1]] - began[full[i]])
+    first = windows[len(windows) // 2] if windows else 0
     chosen = set(full[first : first + count])
     return [e for e in trace.events if e.tick in chosen]
 
@@ -40,7 +46,7 @@ def timeline_chart(trace: Trace, title: str) -> Html:
         return NOTHING
     rows = sorted({(e.process, e.action.stage) for e in events})
     start, stop = min(e.began for e in events), max(e.ended for e in events)
-    axis = Axis.of([0.0, (stop - start) * 1000], "integer" if stop - start > 0.01 else "number", 6, zero=True)
+    axis = Axis.of([0.0, (stop - start) * 1000], "integer" if stop - start > 0.01 else "number", 6, zero=True, tight=True)
     width, bottom = _WIDTH - _LEFT - _RIGHT, _TOP + _ROW * len(rows)
     found = []
     for value, label in zip(axis.ticks, axis.labels, strict=True):
