@@ -10,7 +10,7 @@ from petra.report.line_chart import Series, line_chart
 from petra.report.run_record import RunRecord, number
 from petra.report.run_sections import loss_charts, memory_rows, show, staleness_of, styled
 from petra.report.stage_bars import stage_bars
-from petra.report.ticks import format_bytes, format_seconds
+from petra.measure.ticks import format_bytes, format_seconds
 
 
 def comparison(runs: Sequence[RunRecord]) -> Html:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from petra.report.html import NOTHING, Html, tag
-from petra.report.ticks import Axis, spans_decades
+from petra.measure.ticks import Axis, spans_decades
 
 Point = tuple[float, float]
 
@@ -85,12 +85,12 @@ def line_chart(
         return NOTHING
     across = Axis.of([x for x, _ in points], x_kind, 6, tight=True)
     heights = [y for _, y in points]
-    up = Axis.of(heights, y_kind, 5, zero=zero, log=log or (y_kind == "number" and spans_decades(heights)))
+    up = Axis.of(heights, y_kind, 5, zero=zero, log=log or (y_kind == "number" and not zero and spans_decades(heights)))
     frame = _frame(across, up, x_label)
     lines = [_line(one, parts, across, up) for one, parts in drawn]
     size = {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "role": "img", "aria_label": title}
     svg = tag("svg", tag("title", title), *frame, *lines, xmlns="http://www.w3.org/2000/svg", **size)
-    scale = " (logarithmic)" if up.log else ""
+    scale = ", logarithmic" if up.log else ""
     caption = tag("figcaption", title + scale)
     named = [one for one, _ in drawn if one.in_legend]
     legend = _legend(named) if len(series) > 1 else NOTHING

@@ -13,7 +13,7 @@ from petra.report.html import NOTHING, Html, code, definitions, join, missing, t
 from petra.report.line_chart import MARKERS, Series, line_chart
 from petra.report.run_record import RunRecord, number, numbers
 from petra.report.stage_bars import stage_bars
-from petra.report.ticks import format_bytes, format_seconds
+from petra.measure.ticks import format_bytes, format_seconds
 from petra.report.timeline_chart import timeline_chart
 from petra.runs.config import RunConfig
 from petra.schedule import PipelineSchedule, ScheduleTable, draw_svg
@@ -99,10 +99,10 @@ def _results(run: RunRecord) -> list[tuple[str, str]]:
 def loss_charts(runs: Sequence[RunRecord]) -> list[Html]:
     """Return charts of losses, accuracy and learning rates of one run or several."""
     x, label = x_axis(runs)
-    titled = "loss of test data (solid) and training data (dashed)" if len(runs) > 1 else "loss"
+    split = ": test (solid), training (dashed)" if len(runs) > 1 else ""
     charts = [
-        line_chart(titled, _splits(runs, "loss", x), label),
-        line_chart("accuracy" + titled[4:], _splits(runs, "accuracy", x), label, y_kind="percent"),
+        line_chart(f"loss{split}", _splits(runs, "loss", x), label),
+        line_chart(f"accuracy{split}", _splits(runs, "accuracy", x), label, y_kind="percent"),
     ]
     if len(runs) > 1:
         charts.append(line_chart("test loss over training time", _over_time(runs, "test_loss"), "time", "seconds"))

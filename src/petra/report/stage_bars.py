@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from petra.report.html import NOTHING, Html, tag
-from petra.report.ticks import Axis, format_bytes
+from petra.measure.ticks import Axis, format_bytes
 
 _WIDTH, _RIGHT, _ROW, _BAR, _TOP, _BOTTOM = 400, 14, 24, 15, 4, 26
 _MOST_ROWS = 40

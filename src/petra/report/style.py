@@ -55,7 +55,7 @@ figure{margin:0 0 12px;padding:10px;background:var(--card);border:1px solid var(
 figcaption{font-weight:600;font-size:.92rem;margin-bottom:4px}
 figure svg{display:block;width:100%;height:auto}
 .scroll{overflow-x:auto;max-width:100%}
-.scroll svg.wide{min-width:620px}
+.scroll svg.wide{min-width:620px;max-width:920px}
 .schedule svg{width:auto;max-width:none;height:auto}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 14px;margin:6px 0 0;padding:0;font-size:.85rem}
 .legend li{display:flex;align-items:center;gap:6px}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from petra.measure.timeline import Event, Trace
 from petra.report.html import NOTHING, Html, tag
-from petra.report.ticks import Axis
+from petra.measure.ticks import Axis
 from petra.schedule import Kind
 
 _CLASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Kind.LEARN: "learn"}

@@ -13,6 +13,9 @@ _UNITS = {
 }
 
 
+_MOST_TICKS = 7
+
+
 @dataclass(frozen=True)
 class Axis:
     """An axis with ticks at round numbers."""
@@ -51,10 +54,11 @@ class Axis:
         unit, name = _unit(kind, high)
         if log and low > 0:
             ticks = log_ticks(low / unit, high / unit)
-            low, high = min(low, ticks[0] * unit), max(high, ticks[-1] * unit)
+            if not tight:
+                low, high = min(low, ticks[0] * unit), max(high, ticks[-1] * unit)
         else:
             low = min(low, 0.0) if zero else low
-            if high <= low:
+            if high - low <= 1e-9 * max(abs(low), abs(high)):
                 low, high = (low - abs(low) / 2 - 0.5 * (low == 0), high + abs(high) / 2 + 0.5 * (high == 0))
                 low = max(low, 0.0) if min(values, default=0.0) >= 0 else low
             ticks = linear_ticks(low / unit, high / unit, count, kind == "integer")
@@ -95,16 +99,24 @@ def linear_ticks(low: float, high: float, count: int = 5, integer: bool = False)
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return ticks of a logarithmic axis that enclose a range: powers of ten, with 2 and 5 between if there are few."""
-    first, last = floor(log10(low)), ceil(log10(high))
-    if last - first > 6:
-        step = ceil((last - first) / 6)
-        return [10.0**i for i in range(first, last + step, step)]
-    marks = (1,) if last - first > 3 else (1, 2, 5)
-    found = [float(f"{m * 10.0**i:.12g}") for i in range(first, last + 1) for m in marks]
+    """Return ticks of a logarithmic axis that enclose a range: 1, 2 and 5 times powers of ten, or of many some.
+
+    Args:
+        low: The low end of the range, above 0.
+        high: The high end.
+
+    Returns:
+        The ticks, in order; the first and the last enclose the range.
+    """
+    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
+    found = [float(f"{m * 10.0**i:.12g}") for i in powers for m in (1, 2, 5)]
     begin = max((i for i, t in enumerate(found) if t <= low), default=0)
     end = min((i for i, t in enumerate(found) if t >= high), default=len(found) - 1)
-    return found[begin : max(end, begin + 1) + 1]
+    found = found[begin : max(end, begin + 1) + 1]
+    if len(found) <= _MOST_TICKS:
+        return found
+    every = ceil(len(powers) / _MOST_TICKS)
+    return [found[0], *(t for t in (10.0**i for i in powers[::every]) if found[0] < t < found[-1]), found[-1]]
 
 
 def spans_decades(values: Sequence[float]) -> bool:
