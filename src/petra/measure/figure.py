@@ -21,7 +21,7 @@ def new_figure(height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -29,7 +29,7 @@ def new_figure(height: float) -> Any:
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure as a PNG file in one step."""
     temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=DPI)
+    figure.savefig(temporary, format="png")
     temporary.replace(path)
 
 

@@ -11,7 +11,7 @@ from petra.measure.figure import legend_below, new_figure, save_figure, set_tick
 from petra.measure.method_style import styles_of
 
 _FLAT = 4
-"""If the largest method takes this many times the smallest, the axis is logarithmic: otherwise small ones look alike."""
+"""If the largest method takes this many times the smallest, the axis is logarithmic, or small ones would look alike."""
 
 
 def draw_memory(methods: Mapping[str, Mapping[int, int]], path: Path, title: str = "") -> bool:

@@ -187,7 +187,9 @@ class Trace:
                 waited = 0.0
             ordered = [names[process] for process in range(len(names))]
             full = [e.tick for e in events if e.action.stage == 0 and e.action.kind is Kind.BACKWARD]
-            return cls(events, ordered, int(more.get("fill", min(full, default=0))), float(more.get("clock_error", nan)))
+            return cls(
+                events, ordered, int(more.get("fill", min(full, default=0))), float(more.get("clock_error", nan))
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 

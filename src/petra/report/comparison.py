@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from petra.measure.gradient_similarity import summarise
+from petra.measure.ticks import format_bytes, format_seconds
 from petra.report.html import NOTHING, Html, join, table, tag
 from petra.report.line_chart import Series, line_chart
 from petra.report.run_record import RunRecord, number
 from petra.report.run_sections import loss_charts, memory_rows, show, staleness_of, styled
 from petra.report.stage_bars import stage_bars
-from petra.measure.ticks import format_bytes, format_seconds
 
 
 def comparison(runs: Sequence[RunRecord]) -> Html:
@@ -65,7 +65,7 @@ def _staleness(runs: Sequence[RunRecord]) -> Html:
         points = [(float(stage), float(n)) for stage, n in enumerate(found)]
         lines[found] = Series(name, points, same.colour if same else colour, same.marker if same else marker)
     title = "staleness: micro-batches between forward and backward"
-    return line_chart(title, list(lines.values()), "stage", y_kind="integer", zero=True)
+    return line_chart(title, list(lines.values()), "stage", y_kind="integer", zero=True, legend=True)
 
 
 def _memory(runs: Sequence[RunRecord]) -> Html:

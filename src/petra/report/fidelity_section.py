@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from petra.measure.gradient_similarity import summarise
 from petra.measure.similarity_figure import rolling_mean
 from petra.report.html import Html, code, join, missing, table, tag
 from petra.report.line_chart import MARKERS, Series, line_chart
-from petra.report.run_record import RunRecord, number
+from petra.report.run_record import RunRecord, number, some_stages
 
 _METRICS = (
     ("cosine", "cosine to the exact gradient"),
@@ -18,7 +20,6 @@ _MEANS = (
     ("delayed_cosine", "delayed and exact"),
     ("cosine_to_delayed", "used and delayed"),
 )
-_MOST_STAGES = 6
 
 
 def fidelity_section(run: RunRecord) -> Html:
@@ -32,11 +33,10 @@ def fidelity_section(run: RunRecord) -> Html:
     """
     if not run.fidelity:
         how = run.command.replace("petra train", "petra fidelity", 1) if run.command else "petra fidelity …"
-        note = missing("Gradients were not compared with exact ones. This trains again, and measures on the way:")
-        return join([note, code(f"{how} --out {run.folder}-fidelity")])
+        lacking = missing("Gradients were not compared with exact ones. This trains again, and measures on the way:")
+        return join([lacking, code(f"{how} --out {quote(f'{run.folder}-fidelity')}")])
     stages = sorted({stage for row in run.fidelity if isinstance(stage := row["stage"], int)})
-    last = len(stages) - 1
-    chosen = stages if last < _MOST_STAGES else [stages[round(i * last / (_MOST_STAGES - 1))] for i in range(_MOST_STAGES)]
+    chosen = some_stages(stages)
     charts = [line_chart(title, _over_updates(run, chosen, metric), "epoch") for metric, title in _METRICS]
     means = {row["stage"]: row for row in summarise(run.fidelity)}
     over_stages = [

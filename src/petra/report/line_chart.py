@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from petra.report.html import NOTHING, Html, tag
 from petra.measure.ticks import Axis, spans_decades
+from petra.report.html import NOTHING, Html, tag
 
 Point = tuple[float, float]
 
@@ -62,6 +62,7 @@ def line_chart(
     *,
     zero: bool = False,
     log: bool = False,
+    legend: bool = False,
     note: str = "",
 ) -> Html:
     """Draw a chart.
@@ -74,6 +75,7 @@ def line_chart(
         y_kind: The kind of the numbers of the vertical axis.
         zero: The vertical axis begins at 0.
         log: The vertical axis is logarithmic; it is also if few values are far above all others.
+        legend: There is a legend also for a single line.
         note: A sentence below the chart.
 
     Returns:
@@ -93,9 +95,9 @@ def line_chart(
     scale = ", logarithmic" if up.log else ""
     caption = tag("figcaption", title + scale)
     named = [one for one, _ in drawn if one.in_legend]
-    legend = _legend(named) if len(series) > 1 else NOTHING
+    names = _legend(named) if legend or len(series) > 1 else NOTHING
     below = tag("p", note, class_="note") if note else NOTHING
-    return tag("figure", caption, svg, legend, below)
+    return tag("figure", caption, svg, names, below)
 
 
 def _parts(points: Sequence[tuple[float | None, float | None]]) -> list[list[Point]]:

@@ -12,6 +12,8 @@ from typing import Any
 from petra.measure.timeline import Trace
 from petra.runs.run_folder import CHECKPOINTS, CONFIG, FIDELITY, FIDELITY_SUMMARY, METRICS, SUMMARY, TRACE
 
+_MOST_STAGES = 6
+
 
 @dataclass
 class RunRecord:
@@ -71,7 +73,14 @@ class RunRecord:
         return [(number(r[x]), number(r[y])) for r in self.metrics if r.get(x) is not None and y in r]
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a metric, or None."""
+        """Return the last value of a metric.
+
+        Args:
+            name: The name of the metric.
+
+        Returns:
+            The value, or None if there is none.
+        """
         return next((v for r in reversed(self.metrics) if (v := number(r.get(name))) is not None), None)
 
 
@@ -84,6 +93,21 @@ def number(value: object) -> float | None:
 def numbers(values: object) -> list[float | None]:
     """Return the finite numbers of a list, with None for what is not; an empty list if it is not a list."""
     return [number(value) for value in values] if isinstance(values, list) else []
+
+
+def some_stages(stages: Sequence[int]) -> list[int]:
+    """Return all stages, or of many the first, the last and some between them.
+
+    Args:
+        stages: The stages.
+
+    Returns:
+        As many as the lines of one chart can be told apart.
+    """
+    last = len(stages) - 1
+    if last < _MOST_STAGES:
+        return list(stages)
+    return [stages[round(i * last / (_MOST_STAGES - 1))] for i in range(_MOST_STAGES)]
 
 
 def run_folders(paths: Iterable[Path]) -> list[Path]:

@@ -7,13 +7,13 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from petra.measure.method_style import styles_of
+from petra.measure.ticks import format_bytes, format_seconds
 from petra.methods import METHODS
 from petra.report.fidelity_section import fidelity_section
 from petra.report.html import NOTHING, Html, code, definitions, join, missing, table, tag
 from petra.report.line_chart import MARKERS, Series, line_chart
-from petra.report.run_record import RunRecord, number, numbers
+from petra.report.run_record import RunRecord, number, numbers, some_stages
 from petra.report.stage_bars import stage_bars
-from petra.measure.ticks import format_bytes, format_seconds
 from petra.report.timeline_chart import timeline_chart
 from petra.runs.config import RunConfig
 from petra.schedule import PipelineSchedule, ScheduleTable, draw_svg
@@ -21,8 +21,6 @@ from petra.trainer.schedules import choose_schedule
 
 _MOST_ACTIONS = 300
 """Drawings of schedules with more actions would make the report large."""
-_MOST_STAGES = 6
-"""Lines of more stages in one chart could not be told apart."""
 _ALWAYS = {"method", "stages", "schedule", "accumulate", "lr", "optimizer", "seed"}
 """Options that are shown even if they have their default values."""
 SPLITS = (("test", False), ("training", True))
@@ -62,7 +60,9 @@ def guarded(title: str, section: Callable[[RunRecord], Html], run: RunRecord) ->
 def result_section(run: RunRecord) -> Html:
     """Return the result of the run, the command and what is missing."""
     cells = [tag("div", tag("strong", value), tag("span", name)) for name, value in _results(run)]
-    problems = tag("ul", *(tag("li", problem) for problem in run.problems), class_="missing") if run.problems else NOTHING
+    problems = (
+        tag("ul", *(tag("li", problem) for problem in run.problems), class_="missing") if run.problems else NOTHING
+    )
     command = join([tag("p", "Command:"), code(run.command)]) if run.command else NOTHING
     return join([tag("div", *cells, class_="results"), problems, command])
 
@@ -167,14 +167,6 @@ def learning_rates(run: RunRecord, x: str) -> list[Series]:
         points = [(number(r.get(x)), [*numbers(r["learning_rates"]), *[None] * count][stage]) for r in recorded]
         found.append(Series(f"stage {stage}", points, f"s{i}", MARKERS[i]))
     return found
-
-
-def some_stages(stages: Sequence[int]) -> list[int]:
-    """Return all stages, or of many the first, the last and some between them."""
-    last = len(stages) - 1
-    if last < _MOST_STAGES:
-        return list(stages)
-    return [stages[round(i * last / (_MOST_STAGES - 1))] for i in range(_MOST_STAGES)]
 
 
 def staleness_of(run: RunRecord) -> list[int]:

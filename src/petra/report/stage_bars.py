@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from petra.report.html import NOTHING, Html, tag
 from petra.measure.ticks import Axis, format_bytes
+from petra.report.html import NOTHING, Html, tag
 
 _WIDTH, _RIGHT, _ROW, _BAR, _TOP, _BOTTOM = 400, 14, 24, 15, 4, 26
 _MOST_ROWS = 40
@@ -39,7 +39,9 @@ def stage_bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], note
         x = left + axis.position(value) * width
         anchor = "end" if x > _WIDTH - 3 * _RIGHT else "middle"
         found.append(tag("path", d=f"M{x:.1f} {_TOP}V{bottom}", class_="grid"))
-        found.append(tag("text", label, x=f"{x + (_RIGHT - 2) * (anchor == 'end'):.1f}", y=bottom + 17, text_anchor=anchor))
+        found.append(
+            tag("text", label, x=f"{x + (_RIGHT - 2) * (anchor == 'end'):.1f}", y=bottom + 17, text_anchor=anchor)
+        )
     for i, (name, own) in enumerate(shown):
         y = _TOP + _ROW * i + (_ROW - _BAR) / 2
         cut = name if len(name) <= 20 else name[:19] + "…"
@@ -67,4 +69,6 @@ def _name(part: str) -> str:
 
 def _swatch(colour: str) -> Html:
     size = {"viewBox": "0 0 14 14", "width": 14, "height": 14, "aria_hidden": "true"}
-    return tag("svg", tag("rect", x=1, y=1, width=12, height=12, class_=colour), xmlns="http://www.w3.org/2000/svg", **size)
+    return tag(
+        "svg", tag("rect", x=1, y=1, width=12, height=12, class_=colour), xmlns="http://www.w3.org/2000/svg", **size
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from petra.measure.ticks import Axis
 from petra.measure.timeline import Event, Trace
 from petra.report.html import NOTHING, Html, tag
-from petra.measure.ticks import Axis
 from petra.schedule import Kind
 
 _CLASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Kind.LEARN: "learn"}
@@ -20,7 +20,8 @@ def shown_events(trace: Trace) -> list[Event]:
     full = [tick for tick in ticks if tick >= trace.fill] or ticks
     in_tick = max(len(trace.events) // max(len(ticks), 1), 1)
     count = max(1, min(_TICKS, _MOST_EVENTS // in_tick))
-    began, ended = {}, {}
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
     for e in trace.events:
         began[e.tick] = min(began.get(e.tick, e.began), e.began)
         ended[e.tick] = max(ended.get(e.tick, e.ended), e.ended)
@@ -46,7 +47,9 @@ def timeline_chart(trace: Trace, title: str) -> Html:
         return NOTHING
     rows = sorted({(e.process, e.action.stage) for e in events})
     start, stop = min(e.began for e in events), max(e.ended for e in events)
-    axis = Axis.of([0.0, (stop - start) * 1000], "integer" if stop - start > 0.01 else "number", 6, zero=True, tight=True)
+    axis = Axis.of(
+        [0.0, (stop - start) * 1000], "integer" if stop - start > 0.01 else "number", 6, zero=True, tight=True
+    )
     width, bottom = _WIDTH - _LEFT - _RIGHT, _TOP + _ROW * len(rows)
     found = []
     for value, label in zip(axis.ticks, axis.labels, strict=True):
