@@ -96,7 +96,7 @@ def report(folder: Path) -> None:
     petra("compare", *compared, "--out", str(folder), "--quiet")
     petra("report", str(folder))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
-    where = [f"--user-data-dir={folder / 'browser'}", "--window-size=1100,1010", f"--screenshot={IMAGES / 'report.png'}"]
+    where = [f"--user-data-dir={folder / 'browser'}", "--window-size=1100,960", f"--screenshot={IMAGES / 'report.png'}"]
     page = f"file://{folder / 'report.html'}"
     subprocess.run([browser, *flags, *where, page], check=True, capture_output=True)  # noqa: S603
 

@@ -230,6 +230,12 @@ def test_learning_rates_of_all_stages_if_they_are_recorded(run):
     assert ["".join(item.itertext()) for item in figure.iter("li")] == [f"stage {i}" for i in range(STAGES)]
 
 
+def test_one_learning_rate_and_what_changes_it(tmp_path):
+    assert "Before corrections" not in texts(page_of(write_run(tmp_path / "a")))
+    shown = texts(page_of(write_run(tmp_path / "b", corrections=("damp:4.0",))))
+    assert "Before corrections of staleness (damp:4.0)" in shown
+
+
 def test_steps_instead_of_epochs_in_a_short_run(tmp_path):
     folder = write_run(tmp_path / "run", epochs=0)
     records = [{"step": n, "epoch": n / 100, "train_loss": 3 - n / 100} for n in range(1, 60)]
@@ -241,6 +247,8 @@ def test_steps_instead_of_epochs_in_a_short_run(tmp_path):
 def test_folders_of_comparisons_are_their_runs(tmp_path):
     runs = [write_run(tmp_path / "compare" / name) for name in ("b", "a")]
     assert run_folders([tmp_path / "compare", runs[0]]) == [runs[1], runs[0], runs[0]]
+    (tmp_path / "compare" / "comparison.json").write_text('[{"method": "b"}, {"method": "c"}]')
+    assert run_folders([tmp_path / "compare"]) == runs
     for path, message in (
         (tmp_path / "none", "does not exist"),
         (tmp_path, "holds no run"),

@@ -127,11 +127,21 @@ def run_folders(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
             raise ValueError(f"{path} {what}: give the folder of a run, as `petra train --out` writes it")
-        inner = [path] if holds_run(path) else sorted(folder for folder in path.iterdir() if holds_run(folder))
+        inner = [path] if holds_run(path) else _runs_in(path)
         if not inner:
             raise ValueError(f"{path} holds no run: give the folder of one, as `petra train --out` writes it")
         found += inner
     return found
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder, those of a comparison in its order."""
+    try:
+        order = [str(one["method"]) for one in json.loads((folder / "comparison.json").read_text())]
+    except (OSError, ValueError, TypeError, KeyError):
+        order = []
+    found = sorted(path for path in folder.iterdir() if holds_run(path))
+    return sorted(found, key=lambda path: order.index(path.name) if path.name in order else len(order))
 
 
 def holds_run(folder: Path) -> bool:

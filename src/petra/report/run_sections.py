@@ -150,23 +150,30 @@ def curves_section(run: RunRecord) -> Html:
     speed = [Series("samples per second", run.curve("samples_per_second", x), "s1", "o")]
     charts = [
         *loss_charts([run]),
-        line_chart("learning rate", learning_rates(run, x), label, zero=True),
+        line_chart("learning rate", learning_rates(run, x), label, zero=True, note=_correction_note(run)),
         line_chart("samples per second (mean so far)", speed, label, zero=True),
     ]
     return tag("div", *charts, class_="charts")
 
 
 def learning_rates(run: RunRecord, x: str) -> list[Series]:
-    """Return the learning rate of every stage if it is recorded, otherwise that of the last stage."""
+    """Return the learning rate of every stage if it is recorded, otherwise that of the schedule of all stages."""
     recorded = [r for r in run.metrics if isinstance(r.get("learning_rates"), list)]
     if not recorded:
-        return [Series("last stage", run.curve("lr", x), "s0", "o")]
+        return [Series("all stages", run.curve("lr", x), "s0", "o")]
     count = max(len(r["learning_rates"]) for r in recorded)
     found = []
     for i, stage in enumerate(some_stages(list(range(count)))):
         points = [(number(r.get(x)), [*numbers(r["learning_rates"]), *[None] * count][stage]) for r in recorded]
         found.append(Series(f"stage {stage}", points, f"s{i}", MARKERS[i]))
     return found
+
+
+def _correction_note(run: RunRecord) -> str:
+    names = run.config.get("corrections")
+    if not isinstance(names, list) or not names:
+        return ""
+    return f"Before corrections of staleness ({', '.join(map(str, names))}), which may change the steps of stages."
 
 
 def staleness_of(run: RunRecord) -> list[int]:

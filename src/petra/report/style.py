@@ -49,7 +49,8 @@ nav{margin:.6em 0}nav a{margin-right:1em}
 .results div{background:var(--card);border:1px solid var(--border);border-radius:8px;padding:8px 10px}
 .results strong{display:block;font-size:1.06rem}
 .results span{color:var(--muted);font-size:.82rem;line-height:1.3;display:block}
-.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr));gap:14px;align-items:start}
+.charts{margin:12px 0;display:grid;gap:14px;align-items:start;
+grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr))}
 figure{margin:0 0 12px;padding:10px;background:var(--card);border:1px solid var(--border);border-radius:8px;min-width:0}
 .charts figure{margin:0}
 figcaption{font-weight:600;font-size:.92rem;margin-bottom:4px}
