@@ -70,19 +70,21 @@ def render(
     """
     lines = [[str(cell) for cell in line] for line in (header, *rows)]
     widths = _column_widths(lines, width)
-    first, *others = ["\n".join(_row(line, widths, left)) for line in lines]
+    first = "\n".join(_row(lines[0], widths, left, above=True))
+    others = ["\n".join(_row(line, widths, left)) for line in lines[1:]]
     gap = "\n\n" if spaced and any("\n" in row for row in others) else "\n"
     return "\n".join([first, "  ".join("-" * width for width in widths), gap.join(others)]).rstrip("\n")
 
 
-def _row(cells: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
-    """Return the lines of a row: one, or more if cells are wrapped."""
+def _row(cells: Sequence[str], widths: Sequence[int], left: int, above: bool = False) -> list[str]:
+    """Return the lines of a row: one, or more if cells are wrapped. Space is below shorter cells, or `above` them."""
     wrapped = [[c] if len(c) <= w else textwrap.wrap(c, w, **_WRAP) for c, w in zip(cells, widths, strict=True)]
     height = max(map(len, wrapped))
-    columns = [
-        [text.ljust(w) if i < left else text.rjust(w) for text in [*lines, *[""] * (height - len(lines))]]
-        for i, (lines, w) in enumerate(zip(wrapped, widths, strict=True))
-    ]
+    columns = []
+    for i, (lines, w) in enumerate(zip(wrapped, widths, strict=True)):
+        space = [""] * (height - len(lines))
+        filled = [*space, *lines] if above else [*lines, *space]
+        columns.append([text.ljust(w) if i < left else text.rjust(w) for text in filled])
     return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 

@@ -230,7 +230,8 @@ def test_compare(tmp_path, capsys, monkeypatch):
     assert main([*arguments, "--out", str(tmp_path), "--overwrite"]) == 0
 
 
-def test_a_method_that_diverges_does_not_end_a_comparison(tmp_path, capsys):
+def test_a_method_that_diverges_does_not_end_a_comparison(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     arguments = ["compare", *SMALL, "--quiet", "--epochs", "1", "--lr", "1e9", "--warmup-epochs", "0"]
     assert main([*arguments, "--methods", "backprop", "petra", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()

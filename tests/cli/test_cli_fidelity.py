@@ -70,6 +70,7 @@ def test_a_report_shows_the_measurements(measured, tmp_path):
 
 
 def test_resuming_a_finished_run_only_draws(measured, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setattr(likeness_figure, "find_spec", lambda name: None)
     before = rows(measured)
     assert main(["fidelity", "--resume", "--quiet", "--out", str(measured)]) == 0
