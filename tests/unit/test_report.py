@@ -244,6 +244,16 @@ def test_steps_instead_of_epochs_in_a_short_run(tmp_path):
     assert "step" in [t.text for t in figure.iter(f"{SVG}text")]
 
 
+def test_training_losses_of_steps_are_not_mixed_with_means_over_epochs(tmp_path):
+    folder = write_run(tmp_path / "run")
+    steps = [{"step": n, "epoch": n / 10, "train_loss": 3.0} for n in (5, 15, 25)]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(step) + "\n" for step in steps)
+    record = read_run(folder, "run")
+    assert record.curve("train_loss") == [(0.5, 3.0), (1.5, 3.0), (2.5, 3.0)]
+    assert len(record.curve("test_loss")) == 3
+
+
 def test_folders_of_comparisons_are_their_runs(tmp_path):
     runs = [write_run(tmp_path / "compare" / name) for name in ("b", "a")]
     assert run_folders([tmp_path / "compare", runs[0]]) == [runs[1], runs[0], runs[0]]

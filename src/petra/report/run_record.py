@@ -70,7 +70,11 @@ class RunRecord:
         Returns:
             A point for each record that has both, with None for a value that is not finite.
         """
-        return [(number(r[x]), number(r[y])) for r in self.metrics if r.get(x) is not None and y in r]
+        records = [r for r in self.metrics if r.get(x) is not None and y in r]
+        logged = [r for r in records if "test_loss" not in r]
+        if y.startswith("train_") and len(logged) > 1:  # others are means over a whole epoch
+            records = logged
+        return [(number(r[x]), number(r[y])) for r in records]
 
     def last(self, name: str) -> float | None:
         """Return the last value of a metric.
