@@ -1,7 +1,8 @@
 """Draws the pictures of the documentation with Petra's own commands, into docs/images: `make pictures`.
 
 Schedules come from `petra schedule --svg`, memory from `petra memory`, the timeline from `petra train --trace`, and
-memory against depth from the results of `benchmarks/reversible`.
+memory against depth from the results of `benchmarks/reversible`. The report is a screenshot made by Chromium, if it is
+installed.
 """
 
 from __future__ import annotations
@@ -85,6 +86,21 @@ def _draw_timeline(bars: list[dict[str, Any]]) -> None:
     figure.savefig(IMAGES / "timeline.svg", metadata={"Date": None})
 
 
+def report(folder: Path) -> None:
+    """The top of a report of three methods."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("docs/images/report.png is not drawn again: Chromium is not installed")
+        return
+    compared = ["--recipe", "digits", "--methods", "reversible", "delayed", "petra", "--stages", "4", "--epochs", "8"]
+    petra("compare", *compared, "--out", str(folder), "--quiet")
+    petra("report", str(folder))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
+    where = [f"--user-data-dir={folder / 'browser'}", "--window-size=1100,960", f"--screenshot={IMAGES / 'report.png'}"]
+    page = f"file://{folder / 'report.html'}"
+    subprocess.run([browser, *flags, *where, page], check=True, capture_output=True)  # noqa: S603
+
+
 def depth() -> None:
     """Activations of a reversible network against its depth, as measured on a GPU."""
     result = json.loads((ROOT / "benchmarks/reversible/results/h200-depth.json").read_text())
@@ -107,6 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         memory(Path(folder) / "memory")
         timeline(Path(folder) / "timeline")
+        report(Path(folder) / "report")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from shutil import get_terminal_size
+from typing import Any
+
+MANY = 20
+"""From this many names on, an error lists only the closest."""
 
 
 def first_line(error: BaseException) -> str:
@@ -12,23 +18,30 @@ def first_line(error: BaseException) -> str:
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """Return `did you mean 'petra'?`, or all names if none is close."""
+    """Return `did you mean 'petra'?`, or all names if none is close; of many names, those that are closest."""
     close = get_close_matches(name.lower(), known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if len(known) < MANY:
+        return f"choose from {', '.join(known)}"
+    return f"the closest of {len(known)} are {', '.join(get_close_matches(name.lower(), known, n=3, cutoff=0.0))}"
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
+def unknown(kind: str, name: str, known: Iterable[str], command: str = "") -> ValueError:
     """Return an error for a name that does not exist, with the closest one or all of them.
 
     Args:
         kind: What the name stands for, such as `model`.
         name: The name that was given.
         known: The names there are.
+        command: The command that lists all of them, for names that are too many for an error.
 
     Returns:
         The error, to be raised by the caller.
     """
-    return ValueError(f"there is no {kind} named {name!r}: {suggestion(name, list(known))}")
+    names = list(known)
+    more = f" (`{command}` lists all)" if command and len(names) >= MANY else ""
+    return ValueError(f"there is no {kind} named {name!r}: {suggestion(name, names)}{more}")
 
 
 def counted(number: float, what: str) -> str:
@@ -36,27 +49,66 @@ def counted(number: float, what: str) -> str:
     return f"{number:g} {what}{'' if number == 1 else 's'}"
 
 
-def render(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
+def render(
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    left: int = 1,
+    width: int | None = None,
+    spaced: bool = False,
+) -> str:
     """Return a plain table with columns of equal width.
 
     Args:
         header: The title of each column.
         rows: The cells of each row.
         left: The number of columns that are aligned to the left; the others are aligned to the right.
+        width: The width of the table, where the text of long cells is wrapped; None wraps nothing.
+        spaced: If rows are wrapped, separate them by empty lines.
 
     Returns:
         The lines of the table.
     """
     lines = [[str(cell) for cell in line] for line in (header, *rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    widths = _column_widths(lines, width)
+    first = "\n".join(_row(lines[0], widths, left, above=True))
+    others = ["\n".join(_row(line, widths, left)) for line in lines[1:]]
+    gap = "\n\n" if spaced and any("\n" in row for row in others) else "\n"
+    return "\n".join([first, "  ".join("-" * width for width in widths), gap.join(others)]).rstrip("\n")
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], left: int, above: bool = False) -> list[str]:
+    """Return the lines of a row: one, or more if cells are wrapped. Space is below shorter cells, or `above` them."""
+    wrapped = [[c] if len(c) <= w else textwrap.wrap(c, w, **_WRAP) for c, w in zip(cells, widths, strict=True)]
+    height = max(map(len, wrapped))
+    columns = []
+    for i, (lines, w) in enumerate(zip(wrapped, widths, strict=True)):
+        space = [""] * (height - len(lines))
+        filled = [*space, *lines] if above else [*lines, *space]
+        columns.append([text.ljust(w) if i < left else text.rjust(w) for text in filled])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+
+
+_WRAP: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def _column_widths(lines: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """Return the widths of the columns; the widest are narrowed, down to their longest word, until the table fits."""
+    columns = list(zip(*lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    if width is None:
+        return widths
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        slack, widest = max((w - least, i) for i, (w, least) in enumerate(zip(widths, words, strict=True)))
+        if slack == 0:
+            break
+        widths[widest] -= 1
+    return widths
+
+
+def terminal_width() -> int:
+    """Return the number of columns of the terminal, or 80 if the output is not one."""
+    return get_terminal_size().columns
 
 
 def mebibytes(count: int) -> str:

@@ -199,7 +199,8 @@ def test_without_tensorboard_a_run_is_refused_before_it_replaces_another(finishe
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in finished.iterdir())
 
 
-def test_compare(tmp_path, capsys):
+def test_compare(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     arguments = [
         "compare",
         *SMALL,
@@ -229,7 +230,8 @@ def test_compare(tmp_path, capsys):
     assert main([*arguments, "--out", str(tmp_path), "--overwrite"]) == 0
 
 
-def test_a_method_that_diverges_does_not_end_a_comparison(tmp_path, capsys):
+def test_a_method_that_diverges_does_not_end_a_comparison(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     arguments = ["compare", *SMALL, "--quiet", "--epochs", "1", "--lr", "1e9", "--warmup-epochs", "0"]
     assert main([*arguments, "--methods", "backprop", "petra", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
@@ -253,6 +255,21 @@ def test_lists_and_drawings(command, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
+def test_every_command_has_its_line_in_the_help(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.split() == [name, *text.split()] for line in lines) for name, (_, text) in COMMANDS.items())
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("command", ["methods", "corrections", "models", "recipes"])
+def test_lists_fit_into_the_terminal(command, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert width - 20 < max(map(len, lines)) <= width
+
+
 def test_schedule_of_any_method(capsys):
     assert main(["schedule", "lock-step", "--stages", "2", "--microbatches", "2"]) == 0
     assert capsys.readouterr().out == (
@@ -261,6 +278,22 @@ def test_schedule_of_any_method(capsys):
         "stage 1  .   F0 B0 U  F1 B1 U  .\n"
         "\nlock-step: ticks between forward and backward, stage by stage: 2, 0\n"
     )
+
+
+def test_a_schedule_that_is_wider_than_the_terminal_continues_below(capsys, monkeypatch):
+    """Nothing is left out, and every part has its stages and ticks."""
+    drawn = {}
+    for width in (40, 400):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["schedule", "--stages", "3", "--microbatches", "5"]) == 0
+        drawn[width] = capsys.readouterr().out.split("\n\n")[:-1]
+        assert all(len(line) <= width for part in drawn[width] for line in part.splitlines())
+    assert len(drawn[400]) == 1
+    assert len(drawn[40]) > 2
+    for stage in range(3):
+        actions = [action for part in drawn[40] for action in part.splitlines()[1 + stage].split()[2:]]
+        assert actions == drawn[400][0].splitlines()[1 + stage].split()[2:]
+    assert all(part.startswith("tick ") and part.splitlines()[0].split()[1].isdigit() for part in drawn[40])
 
 
 @pytest.mark.parametrize(

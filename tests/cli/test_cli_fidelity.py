@@ -62,7 +62,15 @@ def test_without_matplotlib_there_is_all_but_the_figure(measured, trained, capsy
     assert not (measured / "fidelity.png").exists()
 
 
+def test_a_report_shows_the_measurements(measured, tmp_path):
+    assert main(["report", str(measured), "--out", str(tmp_path / "a.html")]) == 0
+    page = (tmp_path / "a.html").read_text()
+    assert "9 measurements, every 5 updates" in page
+    assert "mean cosine of each stage" in page
+
+
 def test_resuming_a_finished_run_only_draws(measured, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setattr(likeness_figure, "find_spec", lambda name: None)
     before = rows(measured)
     assert main(["fidelity", "--resume", "--quiet", "--out", str(measured)]) == 0

@@ -32,7 +32,7 @@ def test_it_counts_what_a_real_run_has(tmp_path, capsys):
     assert written["image"] == [3, 8, 8]
     assert written["model_options"]["width"] == 4
     found = written["bytes_of_stages"]
-    for method in ("backprop", "features-replay", "ddg", "dni"):
+    for method in ("backprop", "petra", "features-replay", "ddg", "dni"):
         assert found[method]["3"] == counted_for_real(method, 3)
         assert found[method]["1"] == found["backprop"]["1"]
     whole = {method: sum(found[method]["3"]) for method in found}
@@ -40,8 +40,14 @@ def test_it_counts_what_a_real_run_has(tmp_path, capsys):
     assert whole["ddg"] > 2 * whole["backprop"]
     assert whole["dni"] > whole["backprop"]
     lines = capsys.readouterr().out.splitlines()
-    assert " ".join(lines[0].split()) == "method K = 1 K = 3 of backprop, 1 of backprop, 3"
-    assert lines[4].split()[-1] == f"{whole['ddg'] / whole['backprop']:.2f}"
+    sizes, ratios = lines[: lines.index("")], lines[lines.index("") + 1 : -1]
+    assert " ".join(sizes[0].split()) == "MiB K = 1 K = 3"
+    assert " ".join(ratios[0].split()) == "relative to backprop K = 1 K = 3"
+    names = ["backprop", "petra", "features-replay", "ddg", "dni"]
+    assert [line.split()[0] for line in sizes[2:]] == [line.split()[0] for line in ratios[2:]] == names
+    assert sizes[5].split() == ["ddg", *(f"{sum(found['ddg'][k]) / 2**20:.2f}" for k in ("1", "3"))]
+    assert ratios[5].split()[-1] == f"{whole['ddg'] / whole['backprop']:.2f}"
+    assert max(map(len, lines[:-1])) <= 80
 
 
 def test_resnet101_on_cifar_s_shapes(tmp_path):

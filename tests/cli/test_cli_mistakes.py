@@ -19,6 +19,11 @@ def said(capsys, *arguments):
     return error
 
 
+def test_without_a_command_there_is_help(capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out == build_parser().format_help()
+
+
 def test_options_that_a_command_does_not_have(capsys):
     error = said(capsys, "train", "--recipe", "digits", "--weightdecay", "1")
     assert error == (

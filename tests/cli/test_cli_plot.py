@@ -7,7 +7,7 @@ import pytest
 from helpers.commands import SMALL
 
 from petra.cli.main import main
-from petra.measure import run_figure
+from petra.measure import memory_figure, method_style, run_figure
 
 pytestmark = pytest.mark.slow
 
@@ -60,22 +60,62 @@ def test_figures_need_matplotlib_and_runs(compared, tmp_path, capsys, monkeypatc
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_a_single_epoch_can_be_seen():
-    """A line through one point would be empty."""
-    drawn = Mock()
-    for count in (1, 2):
-        records = [{"epoch": epoch, "test_loss": 0.5} for epoch in range(count)]
-        run_figure._plot(drawn, [run_figure.Curves("a", records)], "epoch", ("test_loss",), "loss")
-    assert [call.kwargs.get("marker") for call in drawn.plot.call_args_list] == ["o", None]
-
-
-@pytest.mark.parametrize(("highest", "scale"), [(30.0, "linear"), (3e5, "log")])
-def test_losses_of_a_run_that_went_astray_leave_those_of_others_to_be_seen(highest, scale, tmp_path, monkeypatch):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved."""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (drawn.append(figure), path.write_bytes(PNG)))
+    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (found.append(figure), path.write_bytes(PNG)))
+    return found
+
+
+def records(count):
+    return [
+        {"epoch": i, "seconds": 2.0 * i, "train_loss": 2.0 / i, "test_loss": 2.5 / i, "test_accuracy": 1 - 0.5 / i}
+        for i in range(1, count + 1)
+    ]
+
+
+def test_a_single_epoch_can_be_seen(drawn, tmp_path):
+    """A line through one point would be empty."""
+    run_figure.draw_runs([run_figure.Curves("a", records(1))], tmp_path / "a.png")
+    assert all(line.get_marker() != "None" for axis in drawn[0].axes for line in axis.get_lines())
+
+
+def test_epochs_are_whole_accuracy_is_in_percent_and_the_legend_is_outside(drawn, tmp_path):
+    runs = [run_figure.Curves(name, records(5), [], name) for name in ("petra", "delayed")]
+    run_figure.draw_runs(runs, tmp_path / "a.png")
+    loss, over_time, accuracy, _ = drawn[0].axes
+    assert [text.get_text() for text in loss.get_xticklabels()] == ["1", "2", "3", "4", "5"]
+    assert [text.get_text() for text in accuracy.get_yticklabels()] == ["50 %", "60 %", "70 %", "80 %", "90 %"]
+    assert over_time.get_xticklabels()[-1].get_text().endswith(" s")
+    assert all(axis.get_legend() is None for axis in drawn[0].axes)
+    [legend] = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["petra", "delayed"]
+
+
+def test_methods_have_the_same_colours_in_all_figures(drawn, tmp_path):
+    for names in (["petra", "delayed"], ["backprop", "delayed", "petra"]):
+        run_figure.draw_runs([run_figure.Curves(n, records(2), [], n) for n in names], tmp_path / "a.png")
+        memory_figure.draw_memory({name: {1: 100, 2: 150} for name in names}, tmp_path / "b.png")
+    found = [{line.get_label(): line.get_color() for line in figure.axes[0].get_lines()} for figure in drawn]
+    assert len({(one["petra"], one["delayed"]) for one in found}) == 1
+    same = method_style.styles_of(["petra", "petra", "own"])
+    assert len({style.light for style in same}) == len({style.marker for style in same}) == 3
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(3, "linear"), (20, "log")])
+def test_small_methods_are_not_flattened_by_large_ones(largest, scale, drawn, tmp_path):
+    memory_figure.draw_memory({"petra": {1: 100, 4: 100}, "ddg": {1: 100, 4: 100 * largest}}, tmp_path / "a.png")
+    [axis] = drawn[0].axes
+    assert axis.get_yscale() == scale
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["1", "4"]
+
+
+@pytest.mark.parametrize(("highest", "scale"), [(10.0, "linear"), (3e5, "log")])
+def test_losses_of_a_run_that_went_astray_leave_those_of_others_to_be_seen(highest, scale, tmp_path, drawn):
     losses = {"well": [2.0, 1.0, 0.5], "astray": [highest, 2.3, None]}
     runs = [
         run_figure.Curves(
@@ -85,7 +125,7 @@ def test_losses_of_a_run_that_went_astray_leave_those_of_others_to_be_seen(highe
         for name, of_run in losses.items()
     ]
     run_figure.draw_runs(runs, tmp_path / "a.png")
-    assert [axis.get_yscale() for axis in drawn[0].axes] == [scale, scale, "linear"]
+    assert [axis.get_yscale() for axis in drawn[0].axes] == [scale, scale, "linear", "linear"]
 
 
 def test_runs_of_the_same_name_are_told_apart(compared, tmp_path, monkeypatch):

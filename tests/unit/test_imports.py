@@ -24,7 +24,9 @@ ALLOWED = {
     "measure": ENGINE | {"distributed"},
     "trainer": ENGINE | {"conversion", "distributed", "cudagraph", "data"},
     "runs": ENGINE | {"conversion", "distributed", "cudagraph", "models", "data", "measure", "trainer"},
-    "cli": ENGINE | {"conversion", "distributed", "cudagraph", "models", "data", "measure", "trainer", "runs"},
+    "report": {"schedule", "methods", "measure", "trainer", "runs"},
+    "cli": ENGINE
+    | {"conversion", "distributed", "cudagraph", "models", "data", "measure", "trainer", "runs", "report"},
 }
 
 

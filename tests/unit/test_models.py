@@ -95,8 +95,12 @@ def test_bad_arguments(arguments, message):
 def test_unknown_names_get_a_hint():
     with pytest.raises(ValueError, match="no model named 'revnet19': did you mean 'revnet18'"):
         models.create("revnet19")
-    with pytest.raises(ValueError, match="choose from"):
-        models.create("zebra")
+
+
+def test_unknown_names_that_resemble_none_get_the_closest_and_not_all():
+    with pytest.raises(ValueError, match=r"the closest of \d+ are .*`petra models` lists all") as raised:
+        models.create("nope")
+    assert len(str(raised.value)) < 160
 
 
 def test_the_stored_listing_is_up_to_date():

@@ -239,6 +239,15 @@ def test_blocks_take_two_streams():
         ReversibleResidual(nn.Identity())(torch.zeros(2))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_of_a_network_computes_the_same_with_the_same_gradients():
+    """`torch.jit.trace` cannot record autograd functions, so it records the functions of the couplings."""
+    network, inputs = Network(*BLOCKS["segment"]()).double().eval(), streams()
+    traced = torch.jit.trace(network, tuple(inputs))
+    for own, of_trace in zip(gradients(network, inputs), gradients(traced, inputs), strict=True):
+        torch.testing.assert_close(own, of_trace, rtol=1e-10, atol=1e-10)
+
+
 def test_meta():
     with torch.device("meta"):
         network = reversible_network(3)

@@ -12,7 +12,7 @@ from petra import methods
 from petra.cli.device import reject_cuda_graph, reject_processes, set_up_device
 from petra.cli.options import WHERE, add_options, add_run_options, given, reject_unused, reporting
 from petra.cli.plot import read_curves
-from petra.formatting import mebibytes, render
+from petra.formatting import mebibytes, render, terminal_width
 from petra.measure.run_figure import check_plots, draw_runs
 from petra.pipeline import Diverged
 from petra.runs.config import RunConfig
@@ -153,4 +153,4 @@ def table(summaries: list[dict[str, Any]]) -> str:
         ]
 
     rows = [[s["method"], len(s["stages"]), s["schedule"], *cells(s)] for s in summaries]
-    return render(["method", "stages", "schedule", *columns], rows)
+    return render(["method", "stages", "schedule", *columns], rows, width=terminal_width())

@@ -12,7 +12,7 @@ from typing import Any
 from petra.cli.device import reject_cuda_graph, reject_processes, set_up_device
 from petra.cli.options import FolderOptions, add_checkpoint_options, add_options, add_run_options, reporting
 from petra.cli.train import configure
-from petra.formatting import counted
+from petra.formatting import counted, terminal_width
 from petra.measure import Fidelity, Measurement
 from petra.measure.gradient_similarity import summarise, table
 from petra.measure.similarity_figure import draw
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
     if not rows:
         print(f"nothing was measured: the run has fewer than {every} updates, so give a smaller --every")
         return
-    print(table(rows))
+    print(table(rows, terminal_width()))
     title = f"{config.model}, {config.method}, {len(summary['stages'])} stages"
     drawn = draw(rows, folder / FIDELITY_FIGURE, title)
     count = sum(row["stage"] == "all" for row in rows)

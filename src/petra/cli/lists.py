@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from petra.cli.parser import COMMANDS
-from petra.formatting import render
+from petra.formatting import render, terminal_width
 
 
 def add_to(commands: Any) -> None:
@@ -32,7 +32,8 @@ def list_methods(options: argparse.Namespace) -> None:
     from petra.methods import METHODS  # imports PyTorch, which `petra models` does without
 
     rows = [[m.name, m.summary, m.saves, m.backward_weights] for m in METHODS.values()]
-    print(render(["method", "what it does", "saved per micro-batch in flight", "weights backward"], rows, left=4))
+    header = ["method", "what it does", "saved per micro-batch in flight", "backward weights"]
+    print(render(header, rows, left=4, width=terminal_width(), spaced=True))
 
 
 def list_corrections(options: argparse.Namespace) -> None:
@@ -40,11 +41,13 @@ def list_corrections(options: argparse.Namespace) -> None:
     from petra.corrections import CORRECTIONS
 
     rows = [
-        [c.name, c.summary, f"--corrections {c.example}", "experimental" if c.experimental else "measured benefit"]
+        [c.name, c.summary, c.example, "experimental" if c.experimental else "measured benefit"]
         for c in CORRECTIONS.values()
     ]
-    print(render(["correction", "what it does", "example", "status"], rows, left=4))
-    print("\nExperimental: this project's measurements (CIFAR-10, digits) show no clear benefit.")
+    header = ["correction", "what it does", "--corrections", "status"]
+    print(render(header, rows, left=4, width=terminal_width(), spaced=True))
+    note = "Experimental: this project's measurements (CIFAR-10, digits) show no clear benefit."
+    print("\n" + textwrap.fill(note, terminal_width()))
 
 
 def list_models(options: argparse.Namespace) -> None:
@@ -59,8 +62,9 @@ def list_models(options: argparse.Namespace) -> None:
         tables.setdefault(row["task"], {}).setdefault(row["family"], []).append(cells)
     for number, (what, families) in enumerate(tables.items()):
         lines = [line for family in families.values() for line in (["", "", ""], *family)][1:]
-        print("\n" * (number > 0) + render([f"for {what}", "what it is", "parameters"], lines, left=2))
-    print("\nParameters of networks for images are with the 1000 classes of ImageNet, of those for CIFAR with 10.")
+        print("\n" * (number > 0) + render([f"for {what}", "what it is", "parameters"], lines, 2, terminal_width()))
+    note = "Parameters of networks for images are with the 1000 classes of ImageNet, of those for CIFAR with 10."
+    print("\n" + textwrap.fill(note, terminal_width()))
 
 
 def show_recipes(options: argparse.Namespace) -> None:
@@ -73,7 +77,8 @@ def show_recipes(options: argparse.Namespace) -> None:
         recipe = find(options.name)
         command = shlex.join(["petra", "train", *spell_options(recipe.options)])
         whole = re.sub(" (?!--)", "\0", command)  # an option stays with its value
-        lines = textwrap.wrap(whole, 100, break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.wrap(whole, max(terminal_width() - 10, 40), break_long_words=False, break_on_hyphens=False)
         print(f"{recipe.summary}\n\n    " + " \\\n        ".join(lines).replace("\0", " "))
         return
-    print(render(["recipe", "what it does"], [[r.name, r.summary] for r in RECIPES.values()], left=2))
+    rows = [[r.name, r.summary] for r in RECIPES.values()]
+    print(render(["recipe", "what it does"], rows, left=2, width=terminal_width()))

@@ -13,7 +13,7 @@ import torch
 from petra import methods
 from petra.cli.options import WHERE, ExecutionOptions, NetworkOptions, add_options, reject_unused
 from petra.cli.plan_config import InputOptions, PlanConfig
-from petra.formatting import mebibytes, render
+from petra.formatting import render
 from petra.measure import Activations, environment
 from petra.measure.memory_figure import draw_memory
 from petra.runs.option_fields import check_values, like, option, options_of
@@ -30,12 +30,12 @@ class MemoryOptions(InputOptions):
 
     batch_size: int = like(RunOptions, "batch_size", default=128)
     methods: tuple[str, ...] = option(
-        ("backprop", "features-replay", "ddg", "dni"),
+        ("backprop", "petra", "features-replay", "ddg", "dni"),
         help="training methods; the first is the one that others are compared with",
         group=TRAINING,
         metavar="NAME",
         parse=str,
-        default_text="backprop features-replay ddg dni",
+        default_text="backprop petra features-replay ddg dni",
         keywords={"nargs": "+"},
     )
     stages: tuple[int, ...] = like(
@@ -118,13 +118,9 @@ def count(config: PlanConfig) -> list[int]:
 
 
 def table(sums: dict[str, dict[int, int]]) -> str:
-    """Return a table with one row per method: bytes per number of stages, and their ratio to the first method."""
+    """Return two tables with one row per method: MiB per number of stages, and their ratio to the first method."""
     first, basic = next(iter(sums.items()))
-    header = ["method", *(f"K = {k}" for k in basic), *(f"of {first}, {k}" for k in basic)]
-    return render(
-        header,
-        [
-            [name, *map(mebibytes, own.values()), *(f"{own[k] / basic[k]:.2f}" for k in basic)]
-            for name, own in sums.items()
-        ],
-    )
+    counts = [f"K = {k}" for k in basic]
+    sizes = [[name, *(f"{size / 2**20:.2f}" for size in own.values())] for name, own in sums.items()]
+    ratios = [[name, *(f"{own[k] / basic[k]:.2f}" for k in basic)] for name, own in sums.items()]
+    return "\n\n".join([render(["MiB", *counts], sizes), render([f"relative to {first}", *counts], ratios)])

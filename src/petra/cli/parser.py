@@ -20,6 +20,7 @@ COMMANDS = {
     "compare": ("compare", "train with several methods and compare them"),
     "fidelity": ("fidelity", "train, and compare gradients with those of backprop"),
     "plot": ("plot", "draw runs side by side"),
+    "report": ("report", "write an HTML report of one run or several"),
     "memory": ("memory", "count activations for several numbers of stages"),
     "advise": ("advise", "recommend a method, k and a learning rate"),
     "plan": ("plan", "find where to cut a network for several processes"),
@@ -44,6 +45,15 @@ RENAMED = {
     "--correct": "--corrections",
 }
 """Old names of options, and the new ones. `RunConfig.validate` handles the old `--schedule` of the learning rate."""
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """A formatter that gives the longest command a line together with its help."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment  # argparse does not count the indent of commands
 
 
 class Parser(argparse.ArgumentParser):
@@ -131,11 +141,12 @@ def build_parser() -> Parser:
     """Return the parser of all commands; those in its `commands` have no options until they are used."""
     parser = Parser(
         prog="petra",
+        formatter_class=_HelpFormatter,
         description="Trains reversible neural networks in parallel, and compares the ways to do it.",
         epilog="`petra COMMAND --help` explains a command. PETRA_TRACEBACK=1 shows where an error came from.",
     )
     parser.add_argument("--version", action="version", version=f"petra {petra.__version__}")
-    added = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
+    added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
     parsers = {name: added.add_parser(name, help=text) for name, (_, text) in COMMANDS.items()}
     parser.commands = Commands(parsers)
     for command in parsers.values():

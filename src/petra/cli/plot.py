@@ -12,7 +12,7 @@ from petra.cli.options import add_options
 from petra.formatting import counted
 from petra.measure.run_figure import Curves, check_plots, draw_runs
 from petra.runs.option_fields import option
-from petra.runs.run_folder import FIDELITY, METRICS, check_not_folder
+from petra.runs.run_folder import CONFIG, FIDELITY, METRICS, check_not_folder
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,15 @@ def read_curves(folder: Path, name: str) -> Curves:
     """Return the metrics of the run in a folder, which need not have finished."""
     if not (folder / METRICS).exists():
         raise ValueError(f"{folder} holds no run: give folders of `petra train` or `petra fidelity`")
-    return Curves(name, _lines(folder / METRICS), _lines(folder / FIDELITY))
+    return Curves(name, _lines(folder / METRICS), _lines(folder / FIDELITY), _method(folder / CONFIG))
+
+
+def _method(path: Path) -> str:
+    """Return the method of a run; an empty string if its configuration cannot be read."""
+    try:
+        return str(json.loads(path.read_text())["method"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from petra import methods
 from petra.cli.options import add_options
+from petra.formatting import terminal_width
 from petra.methods import METHODS
 from petra.runs.option_fields import check_values, like, option, schedule_option
 from petra.runs.run_options import RunOptions
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     elif options.text:
         print(table)
     else:
-        print(draw(table))
+        print(draw(table, width=terminal_width()))
         if schedule.exact:
             print(f"\n{schedule.name}: no weight changes between a forward and its backward")
         else:

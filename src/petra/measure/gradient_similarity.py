@@ -95,12 +95,12 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, float | int | str | None]]:
     return result
 
 
-def table(rows: Iterable[Row]) -> str:
-    """Return a table with the means over all measurements, one line per stage."""
+def table(rows: Iterable[Row], width: int | None = None) -> str:
+    """Return a table with the means over all measurements, one line per stage, of at most this width."""
     names = (*METRICS[:3], "lowest_sigma", *METRICS[3:7])
     header = ["stage", *(name.replace("sigma", "σ").replace("_", " ") for name in names)]
     cells = [[row["stage"], *(_cell(row[name]) for name in names)] for row in summarise(rows)]
-    return render(header, cells)
+    return render(header, cells, width=width)
 
 
 def _cell(value: object) -> str:

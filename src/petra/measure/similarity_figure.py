@@ -7,15 +7,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from petra.measure.figure import legend_below, mark_every, new_figure, save_figure, set_ticks, stage_styles
 from petra.measure.gradient_similarity import Row, summarise
+
+_PAIRS = (
+    ("cosine", "used and exact"),
+    ("delayed_cosine", "delayed and exact"),
+    ("cosine_to_delayed", "used and delayed"),
+)
 
 
 def draw(rows: Sequence[Row], path: Path, title: str = "") -> bool:
     """Plot measurements into a PNG file.
 
-    The first row compares the used gradient (solid lines) and the delayed gradient (dashed lines) with the exact one.
-    The second row compares the used gradient with the delayed one, and shows cosines over stages in the last tenth of
-    the measurements. Each stage has a colour. Lines are rolling means over a twentieth of the measurements.
+    The first three plots compare the used gradient (solid lines) and the delayed gradient (dashed lines) with the exact
+    one, the fourth shows cosines over stages in the last tenth of the measurements, and the last two compare the used
+    gradient with the delayed one. Each stage has a colour and a marker. Lines are rolling means over a twentieth of the
+    measurements.
 
     Args:
         rows: The measurements.
@@ -27,59 +35,56 @@ def draw(rows: Sequence[Row], path: Path, title: str = "") -> bool:
     """
     if find_spec("matplotlib") is None:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     stages = sorted({stage for row in rows if isinstance(stage := row["stage"], int)})
-    figure = Figure(figsize=(15, 8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 3).flat
+    figure = new_figure(9.6)
+    axes = figure.subplots(3, 2).flat
     _over_updates(axes[0], rows, stages, "cosine", "delayed_cosine", "cosine to the exact gradient")
-    _over_updates(axes[1], rows, stages, "norm_ratio", "delayed_norm_ratio", "norm relative to the exact gradient")
+    _over_updates(axes[1], rows, stages, "norm_ratio", "delayed_norm_ratio", "norm / norm of the exact gradient")
     _over_updates(axes[2], rows, stages, "sigma", "delayed_sigma", "σ")
-    _over_updates(axes[3], rows, stages, "cosine_to_delayed", None, "cosine to the delayed gradient")
-    _over_updates(axes[4], rows, stages, "norm_ratio_to_delayed", None, "norm relative to the delayed gradient")
-    _over_stages(axes[5], rows, stages)
-    axes[0].legend(fontsize="x-small", ncols=2, title="stage")
+    _over_stages(axes[3], rows, stages)
+    _over_updates(axes[4], rows, stages, "cosine_to_delayed", None, "cosine to the delayed gradient")
+    _over_updates(axes[5], rows, stages, "norm_ratio_to_delayed", None, "norm / norm of the delayed gradient")
+    legend_below(figure, axes[0])
     figure.suptitle(title)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    temporary.replace(path)
+    save_figure(figure, path)
     return True
 
 
 def _over_updates(
     axis: Any, rows: Sequence[Row], stages: Sequence[int], name: str, dashed: str | None, title: str
 ) -> None:
-    from matplotlib import colormaps
-
-    for i, stage in enumerate(stages):
+    drawn, shown = [1.0], [float(update) for row in rows if (update := row["update"]) is not None]
+    for stage, style in stage_styles(stages).items():
         own = [row for row in rows if row["stage"] == stage]
-        colour = colormaps["viridis"](i / max(len(stages) - 1, 1))
         for key, line in ((dashed, "--"), (name, "-")):
             if key is not None:
                 points = [(row["update"], row[key]) for row in own if row[key] is not None]
-                updates, values = [x for x, _ in points], [float(y) for _, y in points if y is not None]
-                style = {"color": colour, "marker": marker(points)}
-                axis.plot(updates, rolling_mean(values), line, label=stage if line == "-" else None, **style)
-    axis.axhline(1.0, color="grey", linewidth=0.5)
-    axis.set(xlabel="update", title=title if dashed is None else f"{title}\n(dashed: of the delayed gradient)")
+                values = rolling_mean([float(y) for _, y in points if y is not None])
+                look = {**style, "markevery": mark_every(points), "linewidth": 1.2}
+                look["label"] = style["label"] if line == "-" else None
+                axis.plot([x for x, _ in points], values, line, **look)
+                drawn += values
+    axis.axhline(1.0, color="#57606a", linewidth=0.8, linestyle=":")
+    set_ticks(axis, "x", shown, "integer")
+    set_ticks(axis, "y", drawn, "number")
+    axis.set_title(title if dashed is None else f"{title}\n(dashed: of the delayed gradient)", fontsize="medium")
+    axis.set_xlabel("update")
 
 
 def _over_stages(axis: Any, rows: Sequence[Row], stages: Sequence[int]) -> None:
     updates = sorted({update for row in rows if isinstance(update := row["update"], int)})
     late = [row for row in rows if row["stage"] != "all" and row["update"] in updates[-max(1, len(updates) // 10) :]]
     means = {row["stage"]: row for row in summarise(late)}
-    for name, label in (
-        ("cosine", "used and exact"),
-        ("delayed_cosine", "delayed and exact"),
-        ("cosine_to_delayed", "used and delayed"),
-    ):
+    drawn = [1.0]
+    for (name, label), line in zip(_PAIRS, ("o-", "s--", "^:"), strict=True):
         points = [(stage, means[stage][name]) for stage in stages if stage in means and means[stage][name] is not None]
-        axis.plot([x for x, _ in points], [y for _, y in points], "o-", label=label)
-    axis.legend(fontsize="small")
-    axis.set_xticks(stages)
-    axis.set(xlabel="stage", title="cosine, last tenth of the measurements")
+        axis.plot([x for x, _ in points], [y for _, y in points], line, label=label)
+        drawn += [float(y) for _, y in points if y is not None]
+    set_ticks(axis, "x", stages, "integer")
+    set_ticks(axis, "y", drawn, "number")
+    axis.set_title("cosine, last tenth of the measurements", fontsize="medium")
+    axis.set_xlabel("stage")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, frameon=False, fontsize="x-small")
 
 
 def rolling_mean(values: Sequence[float]) -> list[float]:
@@ -87,8 +92,3 @@ def rolling_mean(values: Sequence[float]) -> list[float]:
     window = max(1, len(values) // 20)
     parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
-
-
-def marker(points: Sequence[object]) -> str | None:
-    """Return a marker for a line of a single point, which would be invisible without one."""
-    return "o" if len(points) == 1 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,44 @@ class Trace:
             path: The file.
         """
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps({"traceEvents": self._trace_events(), "displayTimeUnit": "ms"}) + "\n")
+        more = {"displayTimeUnit": "ms", "otherData": {"fill": self.fill, "clock_error": self.clock_error}}
+        temporary.write_text(json.dumps({"traceEvents": self._trace_events(), **more}) + "\n")
         temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Read what `save` wrote.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The trace; its clock starts at 0, and waiting times are those of the file.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        kinds = {name: kind for kind, name in _NAMES.items()}
+        try:
+            written = json.loads(path.read_text(encoding="utf-8"))
+            spans, more = written["traceEvents"], written.get("otherData", {})
+            names = {e["pid"]: str(e["args"]["name"]) for e in spans if e["name"] == "process_name"}
+            events, waited = [], 0.0
+            for e in (e for e in spans if e["ph"] == "X"):
+                start, stop = float(e["ts"]) / 1e6, (float(e["ts"]) + float(e["dur"])) / 1e6
+                if e["name"] == "wait":  # of the next action
+                    waited = stop - start
+                    continue
+                action = Action(int(e["tid"]), kinds[e["cat"]], int(e["args"]["micro-batch"]))
+                events.append(Event(int(e["pid"]), int(e["args"]["tick"]), action, start - waited, start, stop))
+                waited = 0.0
+            ordered = [names[process] for process in range(len(names))]
+            full = [e.tick for e in events if e.action.stage == 0 and e.action.kind is Kind.BACKWARD]
+            return cls(
+                events, ordered, int(more.get("fill", min(full, default=0))), float(more.get("clock_error", nan))
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def _trace_events(self) -> list[dict[str, Any]]:
         zero = min((e.asked for e in self.events), default=0.0)

@@ -116,7 +116,7 @@ def find(name: str) -> Entry:
         function = import_function(name)
         return Entry(name, (function.__doc__ or "a network").strip().partition("\n")[0], function, {})
     if name not in _ENTRIES:
-        raise unknown("model", name, _ENTRIES)
+        raise unknown("model", name, _ENTRIES, "petra models")
     return _ENTRIES[name]
 
 

@@ -94,7 +94,8 @@ def reversible_segment(
     inputs = (*streams, *tensors)
     mode = _BACKWARD_MODE.get()
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *parameters))
-    if mode is _BackwardMode.PLAIN or not needs_graph:
+    # torch.jit.trace records operations, and cannot record a node with a backward of its own.
+    if mode is _BackwardMode.PLAIN or not needs_graph or _tracing():
         outputs = inputs
         for coupling in couplings:
             outputs = coupling.forward(outputs)
@@ -104,6 +105,10 @@ def reversible_segment(
         segment = _Segment(couplings, len(inputs), tuple(parameters), mode is _BackwardMode.OVERLAPPED)
         outputs = _SegmentFunction.apply(segment, *inputs, *parameters)  # type: ignore[no-untyped-call]
     return outputs[: len(outputs) - len(tensors)]
+
+
+def _tracing() -> bool:
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 @dataclass(frozen=True)

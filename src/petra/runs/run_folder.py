@@ -14,10 +14,10 @@ from petra.trainer.best_weights import AVERAGE, BEST, PENDING
 FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
     *("vocabulary.json", "tokenizer.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
-    *(BEST, PENDING, AVERAGE, "wandb.json", "mlflow.json"),
+    *("report.html", BEST, PENDING, AVERAGE, "wandb.json", "mlflow.json"),
 )
 CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *_OTHERS = FILES
-FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, *_ = _OTHERS
+FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, REPORT, *_ = _OTHERS
 CHECKPOINTS = "checkpoint"
 
 
