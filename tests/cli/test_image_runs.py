@@ -12,7 +12,7 @@ from helpers.image_files import made_image, write_folder
 import petra
 from petra.cli.main import main
 from petra.distributed import run_together
-from petra.runs.config import RunConfig
+from petra.runs.config import ADDED, RunConfig
 from petra.runs.run import Run
 from petra.trainer.interrupts import Interrupted
 
@@ -120,9 +120,10 @@ def test_mixed_images_train(folder, tmp_path) -> None:
 
 def test_runs_of_older_versions_are_read(folder, trained) -> None:
     values = json.loads((trained[0] / "config.json").read_text())
-    for name in ("image_size", "augment", "mixup", "cutmix", "test_fraction", "image_backend", "workers"):
+    for name in ADDED:
         del values[name]
     older = RunConfig.from_json(values)
+    assert older == RunConfig(**{**values, "lr_milestones": tuple(values["lr_milestones"]), "corrections": ()})
     assert (older.image_size, older.augment, older.mixup, older.image_backend) == (None, None, 0.0, "pillow")
 
 

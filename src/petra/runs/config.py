@@ -55,6 +55,13 @@ ADDED = (
     "test_fraction",
     "image_backend",
     "workers",
+    "max_steps",
+    "eval_every",
+    "log_every",
+    "patience",
+    "min_delta",
+    "monitor",
+    "save_best",
 )
 """Options that the `config.json` of an older run may lack; it had their defaults."""
 
