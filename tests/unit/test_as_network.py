@@ -100,6 +100,11 @@ class TestTorchvision:
         assert len(network) > 10
         check_outputs(module, network, (IMAGES,), 0)
 
+    def test_resnets_end_with_a_relu(self):
+        models = library("torchvision.models")
+        with pytest.raises(ValueError, match=r"ResNet has no blocks .* apply a ReLU to the sum, which cannot be"):
+            petra.make_reversible(models.resnet18(num_classes=5))
+
     def test_convnext(self):
         models = library("torchvision.models")
         settings = [models.convnext.CNBlockConfig(8, 16, 3), models.convnext.CNBlockConfig(16, None, 2)]

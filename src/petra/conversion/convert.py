@@ -92,7 +92,7 @@ def make_reversible(
         raise ValueError(
             f"{type(module).__name__} has no blocks that can be made reversible in an nn.Sequential or nn.ModuleList. "
             f"It has {', '.join(seen)}. Known blocks are {_known()}. For other blocks, give "
-            "split=lambda block: (f, g), a function that returns their residual functions, or None"
+            "split=lambda block: (f, g), a function that returns their residual functions, or None" + _remark(seen)
         )
     refuse_hidden_outputs(copy)
     return copy
@@ -230,6 +230,15 @@ def _known_layers(spec: BlockSpec, blocks: list[nn.Module]) -> Sequence[Reversib
         f = KnownResidual(block, spec.f, before, None if before is None else norm2, last_norm=norm2)
         layers.append(ReversibleBlock(f, KnownResidual(block, spec.g, block, norm1, last_norm=norm2)))
     return layers
+
+
+def _remark(seen: list[str]) -> str:
+    if not {"BasicBlock", "Bottleneck"} & set(seen):
+        return ""
+    return (
+        ". Blocks of ResNets apply a ReLU to the sum, which cannot be inverted: use a pre-activation ResNet, such as "
+        "resnetv2_50 of timm, or a RevNet of petra.models"
+    )
 
 
 def _known() -> str:
