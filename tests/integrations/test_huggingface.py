@@ -121,7 +121,9 @@ class TestTrainer:
     def test_network_of_petra(self, transformers, tmp_path):
         network, expected = vit(), vit()
         model = NetworkWithLoss(network, nn.functional.cross_entropy)
-        trainer = train(transformers, model, images(), tmp_path, lr_scheduler_type="constant", remove_unused_columns=False)
+        trainer = train(
+            transformers, model, images(), tmp_path, lr_scheduler_type="constant", remove_unused_columns=False
+        )
         assert trainer.predict(images()).predictions.shape == (16, 4)
         assert trainer.evaluate()["eval_loss"] < 2
         optimizer = torch.optim.AdamW(expected.parameters(), 0.01, weight_decay=0.0)

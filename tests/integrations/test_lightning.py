@@ -24,8 +24,15 @@ def lightning():
 @pytest.fixture(autouse=True)
 def _quiet():
     with warnings.catch_warnings():
-        for text in ("does not have many workers", "callbacks used to create the checkpoint", "no `val_dataloader`",
-                     "set_vital", "is not empty", "no pre-optimization state", "LeafSpec"):
+        for text in (
+            "does not have many workers",
+            "callbacks used to create the checkpoint",
+            "no `val_dataloader`",
+            "set_vital",
+            "is not empty",
+            "no pre-optimization state",
+            "LeafSpec",
+        ):
             warnings.filterwarnings("ignore", message=f".*{text}.*")
         yield
 
@@ -154,7 +161,9 @@ def test_petra_module_equals_the_plain_loop(lightning, tmp_path, options):
     validated = trainer.validate(trainer.lightning_module, make_loader(2), verbose=False)[0]
     assert validated["val_loss"] == pytest.approx(score.loss)
     assert validated["val_accuracy"] == pytest.approx(score.accuracy)
-    assert torch.equal(torch.cat(trainer.predict(trainer.lightning_module, make_loader(2))).argmax(-1), predicted(network))
+    assert torch.equal(
+        torch.cat(trainer.predict(trainer.lightning_module, make_loader(2))).argmax(-1), predicted(network)
+    )
 
 
 def predicted(network):
@@ -173,8 +182,15 @@ def test_max_steps_learning_rates_and_logs(lightning, tmp_path):
 
     logger = lightning.loggers.CSVLogger(tmp_path)
     trainer = fit(
-        lightning, PetraModule(make_network(), stages=4, **OPTIONS), tmp_path, make_loader(), epochs=-1, max_steps=11,
-        logger=logger, callbacks=[Seen(), lightning.callbacks.LearningRateMonitor()], log_every_n_steps=1,
+        lightning,
+        PetraModule(make_network(), stages=4, **OPTIONS),
+        tmp_path,
+        make_loader(),
+        epochs=-1,
+        max_steps=11,
+        logger=logger,
+        callbacks=[Seen(), lightning.callbacks.LearningRateMonitor()],
+        log_every_n_steps=1,
     )
     reference = petra.Trainer(make_network(), stages=4, **OPTIONS)
     expected = []
@@ -197,8 +213,13 @@ def test_checkpoints_resume_exactly(lightning, tmp_path, options):
     plain_loop(expected, 3, make_loader(), **options)
     checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     fit(
-        lightning, PetraModule(make_network(), **OPTIONS, **options), tmp_path, make_loader(), epochs=3,
-        enable_checkpointing=True, callbacks=[checkpoint],
+        lightning,
+        PetraModule(make_network(), **OPTIONS, **options),
+        tmp_path,
+        make_loader(),
+        epochs=3,
+        enable_checkpointing=True,
+        callbacks=[checkpoint],
     )
     file = tmp_path / "epoch=1.ckpt"
     state = torch.load(file, weights_only=True)
@@ -226,12 +247,21 @@ def test_checkpoint_within_an_epoch(lightning, tmp_path):
     expected = make_network()
     checkpoint = lightning.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2, filename="{step}")
     fit(
-        lightning, PetraModule(expected, **OPTIONS, **options), tmp_path, loader(), epochs=2,
-        enable_checkpointing=True, callbacks=[checkpoint],
+        lightning,
+        PetraModule(expected, **OPTIONS, **options),
+        tmp_path,
+        loader(),
+        epochs=2,
+        enable_checkpointing=True,
+        callbacks=[checkpoint],
     )
     resumed = make_network()
     fit(
-        lightning, PetraModule(resumed, **OPTIONS, **options), tmp_path, loader(), epochs=2,
+        lightning,
+        PetraModule(resumed, **OPTIONS, **options),
+        tmp_path,
+        loader(),
+        epochs=2,
         checkpoint=tmp_path / "step=2.ckpt",
     )
     assert equal(resumed, expected)
@@ -244,7 +274,7 @@ def test_mistakes(lightning, tmp_path):
         PetraModule(make_network(), device="cpu", **OPTIONS)
     with pytest.raises(ValueError, match="precision is '16-true'"):
         fit(lightning, PetraModule(make_network(), **OPTIONS), tmp_path, make_loader(), precision="16-true")
-    with pytest.raises(ValueError, match="no petra.Trainer before fit"):
+    with pytest.raises(ValueError, match=r"no petra\.Trainer before fit"):
         PetraModule(make_network(), **OPTIONS).training_step((None, None), 0)
 
 

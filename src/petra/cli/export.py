@@ -38,7 +38,7 @@ class ExportOptions:
         minimum=1,
         default_text="that of the run's data",
     )
-    check: bool = option(True, help="compare outputs with those of the network, for torch-export and onnx")
+    no_check: bool = option(False, help="do not compare outputs with those of the network")
 
 
 def add_to(commands: Any) -> None:
@@ -69,9 +69,9 @@ def run(options: argparse.Namespace) -> None:
     else:
         example = example_inputs(options.folder, spec, options.image_size)
         if options.format == "onnx":
-            export_onnx(network, example, path=out, check=options.check)
+            export_onnx(network, example, path=out, check=not options.no_check)
         else:
-            torch.export.save(export_program(network, example, check=options.check), out)
+            torch.export.save(export_program(network, example, check=not options.no_check), out)
     print(f"{spec.model} in {out}")
 
 

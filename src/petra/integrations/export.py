@@ -39,7 +39,9 @@ def save_safetensors(network: nn.Module, path: str | Path, metadata: Mapping[str
         ValueError: If the network has extra state that is not a tensor.
     """
     found = _tensors(network)
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in found.items()}, path, {"format": "pt", **(metadata or {})})
+    save_file(
+        {k: v.detach().cpu().contiguous().clone() for k, v in found.items()}, path, {"format": "pt", **(metadata or {})}
+    )
 
 
 def save_distributed(source: nn.Module | Trainer, folder: str | Path) -> None:
@@ -150,7 +152,9 @@ def _check_example(example: tuple[Tensor, ...]) -> None:
         raise ValueError("there is no example: give inputs of the network with two samples or more")
     if any(x.ndim == 0 or len(x) < 2 for x in example):
         shapes = ", ".join(str(tuple(x.shape)) for x in example)
-        raise ValueError(f"the example has shape {shapes}: give two samples or more, so that the batch can be of any size")
+        raise ValueError(
+            f"the example has shape {shapes}: give two samples or more, so that the batch can be of any size"
+        )
 
 
 def _more(example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -53,8 +53,8 @@ class NetworkWithLoss(nn.Module):
         missing = [name for name in self.inputs if name not in batch]
         if missing:
             raise ValueError(
-                f"the batch has {', '.join(batch) or 'nothing'}, but no {missing[0]}: name the inputs of the network with "
-                "NetworkWithLoss(network, loss, inputs=[...]), and set remove_unused_columns=False"
+                f"the batch has {', '.join(batch) or 'nothing'}, but no {missing[0]}: name the inputs of the network "
+                "with NetworkWithLoss(network, loss, inputs=[...]), and set remove_unused_columns=False"
             )
         outputs = self.network(*(batch[name] for name in self.inputs))
         return {"logits": outputs} if labels is None else {"loss": self.loss(outputs, labels), "logits": outputs}

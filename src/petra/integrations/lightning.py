@@ -16,7 +16,9 @@ from petra.trainer.loss import count_answers, count_correct
 try:
     from lightning.pytorch import LightningModule
 except ImportError as error:
-    raise ImportError(f"petra.integrations.lightning needs lightning ({error}): pip install 'petra[lightning]'") from error
+    raise ImportError(
+        f"petra.integrations.lightning needs lightning ({error}): pip install 'petra[lightning]'"
+    ) from error
 
 STATE = "petra"
 """The name of the trainer's state in Lightning's checkpoints."""
@@ -32,9 +34,9 @@ class PetraModule(LightningModule):
     end of training. The weights are the same, bit for bit, as those of the plain loop `for x, y in batches:
     trainer.step(x, y)` followed by `trainer.drain()`. `global_step` counts updates of the last stage.
 
-    Checkpoints contain the state of the trainer with everything in flight, so training resumes exactly if the data does:
-    after an epoch with any data loader that is shuffled by epoch, within an epoch with a stateful one. They contain
-    tensors, numbers and strings only, and load with `weights_only=True`.
+    Checkpoints contain the state of the trainer with everything in flight, so training resumes exactly where the data
+    loader continues with the same batches. They contain tensors, numbers and strings only, and load with
+    `weights_only=True`.
 
     Logs `train_loss`, `val_loss` and `test_loss`, and `val_accuracy` and `test_accuracy` if targets are classes.
     Subclass it to log more: `training_results` receives the micro-batches that have reached the loss.
@@ -62,8 +64,8 @@ class PetraModule(LightningModule):
         for name in ("device", "transport", "placement"):
             if name in options:
                 raise ValueError(
-                    f"{name} is given, but Lightning chooses the device and trains in one process: leave it out, or use "
-                    "petra.Trainer without Lightning, with torchrun"
+                    f"{name} is given, but Lightning chooses the device and trains in one process: leave it out, or "
+                    "use petra.Trainer without Lightning, with torchrun"
                 )
         self.automatic_optimization = False
         self.network = network
