@@ -17,13 +17,13 @@ from petra.optim import Muon, muon_groups
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pretrained", action="store_true", help="start from the weights of timm, 224 × 224 images")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--data", default="digits", help="digits, or a folder of images")
     parser.add_argument("--smoke", action="store_true", help="a few seconds")
     options = parser.parse_args(arguments)
     data = load_data(options.data)
     channels, size = data.arguments["in_channels"], data.arguments["image_size"]
-    small = {"img_size": size, "patch_size": size // 4, "embed_dim": 64, "depth": 6, "num_heads": 2}
+    small = {"img_size": size, "patch_size": size // 4, "embed_dim": 32, "depth": 4, "num_heads": 2}
     torch.manual_seed(0)
     vit = timm.create_model(
         "vit_tiny_patch16_224", pretrained=options.pretrained, in_chans=channels,
@@ -31,16 +31,17 @@ def main(arguments: list[str] | None = None) -> float:
     )  # fmt: skip
     network = petra.make_reversible(vit)
     matrices = {p for p in network.blocks.parameters() if p.ndim == 2}
-    trainer = petra.Trainer(
-        network,  # cut into layers by petra.as_network; its weights keep the names of timm
-        method="petra",
-        stages=4,
-        accumulate=8,  # two micro-batches per stage and update: transformers do not tolerate more delay
-        loss=nn.functional.cross_entropy,
-        optimizer=lambda p: Muon(muon_groups(p, matrices), lr=2e-3, weight_decay=0.01),
-    )
     train, test = Batches(data, "train", 16), Batches(data, "test", 128)
-    for epoch in range(1 if options.smoke else options.epochs):
+    epochs = 1 if options.smoke else options.epochs
+    trainer = petra.Trainer(
+        network, method="petra", stages=4, loss=nn.functional.cross_entropy,  # cut into layers by petra.as_network
+        accumulate=4,  # as many micro-batches per update as stages: transformers do not tolerate more delay
+        optimizer=lambda p: Muon(muon_groups(p, matrices), lr=0.02, weight_decay=0.01),
+        scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(
+            o, 0.02, total_steps=epochs * len(train) // 4 + 1, cycle_momentum=False
+        ),
+    )  # fmt: skip
+    for epoch in range(epochs):
         for x, y in train.epoch(epoch):
             trainer.step(x, y)
         print(f"epoch {epoch + 1}: {trainer.evaluate(test.epoch(0))}")

@@ -15,7 +15,7 @@ ALLOWED = {
     "optim": set(),
     "data": {"reversible"},
     "conversion": {"reversible"},
-    "models": {"reversible", "kernels"},
+    "models": {"reversible", "kernels", "conversion"},
     "methods": {"schedule", "reversible"},
     "corrections": {"schedule", "reversible", "optim"},
     "pipeline": ENGINE - {"pipeline"},

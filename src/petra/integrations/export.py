@@ -7,6 +7,7 @@ backward pass.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from petra.conversion import ModuleNetwork
+from petra.reversible import Network
 from petra.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -65,12 +68,12 @@ def save_distributed(source: nn.Module | Trainer, folder: str | Path) -> None:
         torch.distributed.checkpoint.load(state, checkpoint_id="weights")  # reads into the tensors of the network
         ```
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     network = source.network if isinstance(source, Trainer) else source
     found = {name: tensor.detach() for name, tensor in _tensors(network).items() if not tensor.is_meta}
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    dcp.save(found, checkpoint_id=str(folder), no_dist=alone)
+    save(found, checkpoint_id=str(folder), no_dist=alone)
 
 
 def export_program(network: nn.Module, *example: Tensor, check: bool = True) -> ExportedProgram:
@@ -90,6 +93,8 @@ def export_program(network: nn.Module, *example: Tensor, check: bool = True) -> 
     _check_example(example)
     batch = torch.export.Dim("batch")
     shapes: Any = tuple({0: batch} for _ in example)
+    if isinstance(network, ModuleNetwork):
+        network = Network(*network)  # the program needs weights under the names of the layers
     parameters = inspect.signature(network.forward).parameters.values()
     for parameter in parameters:
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -124,7 +129,9 @@ def export_onnx(network: nn.Module, *example: Tensor, path: str | Path, check: b
         raise ValueError(f"ONNX needs a package that is not installed ({error}): pip install 'petra[onnx]'") from error
     program = export_program(network, *example, check=False)
     names = [f"input{i}" for i in range(len(example))] if len(example) > 1 else ["input"]
-    exported = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PyTorch, about its own exporter
+        exported = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names)
     assert exported is not None
     exported.save(str(path))
     if check:
