@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import nn
 
 import petra
@@ -29,6 +28,7 @@ def make_images(folder: Path) -> None:  # noise that is brighter at the top or a
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path("runs/images"))
+    parser.add_argument("--out", type=Path, default=Path("runs/images-run"))
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="a few seconds")
     options = parser.parse_args(arguments)
@@ -44,15 +44,10 @@ def main(arguments: list[str] | None = None) -> float:
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     )  # fmt: skip
     train, test = Batches(data, "train", 16), Batches(data, "test", 16)
-    for epoch in range(options.epochs):
-        for x, y in train.epoch(epoch):
-            trainer.step(x, y)
-    trainer.drain()
-    score = trainer.evaluate(test.epoch(0))
-    save_file(network.state_dict(), options.data / "weights.safetensors")
+    result = trainer.fit(train, test, epochs=options.epochs, out=options.out, resume=True)  # after an interruption
     x, _ = next(iter(test.epoch(0)))  # normalised as in training
-    print(score, "first image:", data.class_names[int(trainer.predict(x[:1]).argmax())])
-    return score.accuracy or 0.0
+    print("first image:", data.class_names[int(trainer.predict(x[:1]).argmax())], "weights in", options.out)
+    return result.test_accuracy or 0.0
 
 
 if __name__ == "__main__":

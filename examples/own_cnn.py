@@ -46,13 +46,8 @@ def main(smoke: bool = False) -> float:
         method="petra", stages=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
         scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, epochs * len(train), cycle_momentum=False),
     )  # fmt: skip
-    for epoch in range(epochs):
-        for x, y in train.epoch(epoch):
-            trainer.step(x, y)
-    trainer.drain()  # finishes the micro-batches in flight
-    score = trainer.evaluate(test.epoch(0))
-    print(score)
-    return score.accuracy or 0.0
+    result = trainer.fit(train, test, epochs=epochs)  # or a loop over trainer.step(x, y), then trainer.drain()
+    return result.test_accuracy or 0.0
 
 
 if __name__ == "__main__":

@@ -41,13 +41,9 @@ def main(arguments: list[str] | None = None) -> float:
             o, 0.02, total_steps=epochs * len(train) // 4 + 1, cycle_momentum=False
         ),
     )  # fmt: skip
-    for epoch in range(epochs):
-        for x, y in train.epoch(epoch):
-            trainer.step(x, y)
-        print(f"epoch {epoch + 1}: {trainer.evaluate(test.epoch(0))}")
-    trainer.drain()
+    result = trainer.fit(train, test, epochs=epochs)
     torch.save(vit.state_dict(), "vit.pt")  # vit and network share their weights
-    return trainer.evaluate(test.epoch(0)).accuracy or 0.0
+    return result.test_accuracy or 0.0
 
 
 if __name__ == "__main__":

@@ -35,15 +35,11 @@ def main(arguments: list[str] | None = None) -> None:
             network, method="petra", stages=4, loss=nn.functional.cross_entropy, device=device, transport=transport,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         )  # fmt: skip
-        for epoch in range(1 if options.smoke else 8):
-            for x, y in train.epoch(epoch):
-                trainer.step(x, y)
-        trainer.drain()
-        score, weights = trainer.evaluate(test.epoch(0)), trainer.weights()  # every rank calls both
+        trainer.fit(train, test, epochs=1 if options.smoke else 8)
+        weights = trainer.weights()  # every rank calls it
         if weights is not None:  # on the rank of the last stage
             options.out.mkdir(parents=True, exist_ok=True)
             torch.save(weights, options.out / "weights.pt")
-            print(f"{transport.position.ranks} ranks: {score}")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,19 @@ def test_timm_vit(run, tmp_path):
 def test_image_folder(run, tmp_path, capsys):
     assert run("image_folder") > 0.9
     assert "first image: bottom" in capsys.readouterr().out
-    assert run("image_folder", "--epochs", "1", "--data", str(tmp_path / "runs" / "images")) > 0.1
+    assert (tmp_path / "runs" / "images-run" / "weights.safetensors").exists()
+    assert (
+        run(
+            "image_folder",
+            "--epochs",
+            "1",
+            "--data",
+            str(tmp_path / "runs" / "images"),
+            "--out",
+            str(tmp_path / "other"),
+        )
+        > 0.1
+    )
 
 
 def test_lightning_petra(run, tmp_path):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from petra.pipeline import MicrobatchResult
-from petra.pipeline.stage import Loss, OptimizerFactory
+from petra.pipeline.optimizer_factory import OptimizerFactory
+from petra.pipeline.stage import Loss
 from petra.reversible import Network
 from petra.trainer import Trainer
 from petra.trainer.loss import count_answers, count_correct
