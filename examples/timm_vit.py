@@ -17,7 +17,7 @@ from petra.optim import Muon, muon_groups
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pretrained", action="store_true", help="start from the weights of timm, 224 × 224 images")
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--data", default="digits", help="digits, or a folder of images")
     parser.add_argument("--smoke", action="store_true", help="a few seconds")
     options = parser.parse_args(arguments)
@@ -36,9 +36,9 @@ def main(arguments: list[str] | None = None) -> float:
     trainer = petra.Trainer(
         network, method="petra", stages=4, loss=nn.functional.cross_entropy,  # cut into layers by petra.as_network
         accumulate=4,  # as many micro-batches per update as stages: transformers do not tolerate more delay
-        optimizer=lambda p: Muon(muon_groups(p, matrices), lr=0.02, weight_decay=0.01),
+        optimizer=lambda p: Muon(muon_groups(p, matrices), lr=0.01, weight_decay=0.01),
         scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(
-            o, 0.02, total_steps=epochs * len(train) // 4 + 1, cycle_momentum=False
+            o, 0.01, total_steps=epochs * len(train) // 4 + 1, cycle_momentum=False
         ),
     )  # fmt: skip
     result = trainer.fit(train, test, epochs=epochs)
