@@ -56,7 +56,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [p for p in PAGES[1:] if blocks(p, "python")], ids=name)
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|no_dist|not initialized)")  # of other libraries
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|torch.distributed is)")  # of other libraries
 def test_python_of_a_page_runs(page, capsys):
     run_blocks(page)
     if page.stem == "own-network":

@@ -73,7 +73,9 @@ def save_distributed(source: nn.Module | Trainer, folder: str | Path) -> None:
     network = source.network if isinstance(source, Trainer) else source
     found = {name: tensor.detach() for name, tensor in _tensors(network).items() if not tensor.is_meta}
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    save(found, checkpoint_id=str(folder), no_dist=alone)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)  # as intended, if there is one process
+        save(found, checkpoint_id=str(folder), no_dist=alone)
 
 
 def export_program(network: nn.Module, *example: Tensor, check: bool = True) -> ExportedProgram:
