@@ -81,7 +81,8 @@ def create(name: str, **arguments: Any) -> Network:
     """Build a network by name.
 
     Args:
-        name: Name of the network; `petra models` lists them. Or `timm:` and a name of timm, or `package.module:function`.
+        name: Name of the network; `petra models` lists them. Or `timm:` and a name of timm, or
+            `package.module:function`.
         **arguments: Arguments of the function that builds it, such as `num_classes` and `width`.
 
     Returns:
