@@ -19,8 +19,9 @@ def make_images(folder: Path) -> None:  # noise that is brighter at the top or a
     generator = torch.Generator().manual_seed(0)
     for index in range(240):
         part, name = ("train", "test")[index % 5 == 4], ("bottom", "top")[index % 2]
-        x = torch.rand(16, 16, 3, generator=generator) * 150
-        x[slice(0, 8) if name == "top" else slice(8, 16)] += 60
+        side = 16 + index % 3  # images may have any size
+        x = torch.rand(side, 16, 3, generator=generator) * 150
+        x[slice(0, side // 2) if name == "top" else slice(side // 2, side)] += 60
         (folder / part / name).mkdir(parents=True, exist_ok=True)
         Image.fromarray(x.byte().numpy()).save(folder / part / name / f"{index}.png")
 
@@ -29,12 +30,13 @@ def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path("runs/images"))
     parser.add_argument("--out", type=Path, default=Path("runs/images-run"))
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--image-size", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--smoke", action="store_true", help="a few seconds")
     options = parser.parse_args(arguments)
     if not options.data.exists():
         make_images(options.data)
-    data = load_data(str(options.data))
+    data = load_data(str(options.data), image_size=options.image_size)
     torch.manual_seed(0)
     sizes = {"width": 8, "depths": (1, 1)} if options.smoke else {"width": 16, "depths": (2, 2)}
     chosen = {name: data.arguments[name] for name in ("in_channels", "num_classes")}

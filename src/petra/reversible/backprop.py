@@ -90,7 +90,8 @@ def reversible_segment(
     """
     if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         # torch.compile must not trace the segment: its forward and backward would be compiled differently.
-        return torch.compiler.disable(reversible_segment)(layers, streams, graphs, **kwargs)  # type: ignore[no-any-return]
+        uncompiled = torch.compiler.disable(reversible_segment)  # type: ignore[no-untyped-call]
+        return uncompiled(layers, streams, graphs, **kwargs)  # type: ignore[no-any-return]
     tensors, keywords = Keywords.flatten(kwargs)
     couplings = [coupling.with_keywords(keywords) for layer in layers for coupling in layer.couplings()]
     parameters = trainable(module for coupling in couplings for module in coupling.modules)
