@@ -33,7 +33,7 @@ def timm_entry(name: str) -> Entry:
     try:
         import timm
     except ImportError as error:
-        raise ValueError(f"{name} needs a package that is not installed ({error}): pip install 'petra[timm]'") from error
+        raise ValueError(f"{name} needs timm, which is not installed ({error}): pip install 'petra[timm]'") from error
     own = name.removeprefix(PREFIX)
     if not timm.is_model(own):
         close = get_close_matches(own, timm.list_models(), n=1)
