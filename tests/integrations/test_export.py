@@ -31,7 +31,7 @@ def make(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["rev-vit-s", "rev-swin-t", "rev-gpt"])
 def test_programs(name, tmp_path):
     network, x = make(name)
     before = {n: v.clone() for n, v in network.state_dict().items()}
@@ -46,7 +46,7 @@ def test_programs(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["revnet18", "rev-vit-s", "rev-gpt"])
+@pytest.mark.parametrize("name", ["revnet18", "rev-gpt"])
 def test_onnx(name, tmp_path):
     onnx = library("onnx")
     library("onnxscript")

@@ -144,7 +144,7 @@ def export_onnx(network: nn.Module, *example: Tensor, path: str | Path, check: b
         found = onnx.reference.ReferenceEvaluator(model).run(None, given)
         with _evaluating(network):
             expected = network(*more)
-        outputs = tuple(torch.from_numpy(y) for y in found)  # type: ignore[arg-type]
+        outputs = tuple(torch.from_numpy(y) for y in found)
         _compare(expected, outputs if isinstance(expected, tuple) else outputs[0], "the ONNX model")
 
 
