@@ -16,7 +16,7 @@ def library(name: str) -> ModuleType:
     """Import a library, or skip the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if name.partition(".")[0] in ("timm", "torchvision", "transformers"):
+        if name.partition(".")[0] in ("accelerate", "lightning", "timm", "torchvision", "transformers"):
             _declare_torchvision_operators()
         return pytest.importorskip(name, exc_type=ImportError)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.libraries import library
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +26,14 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
+LIBRARIES = {"integrations": ("transformers", "accelerate", "lightning")}
+"""What pages use that may be missing."""
+
+
 def run_blocks(page, seed=0):
     """Run the Python of a page from top to bottom, as someone does who pastes it into one session."""
+    for used in LIBRARIES.get(page.stem, ()):
+        library(used)
     namespace: dict = {"__name__": "__main__"}
     torch.manual_seed(seed)
     for number, code in enumerate(blocks(page, "python")):
@@ -49,6 +56,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [p for p in PAGES[1:] if blocks(p, "python")], ids=name)
 @pytest.mark.usefixtures("elsewhere")
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|torch.distributed is)")  # of other libraries
 def test_python_of_a_page_runs(page, capsys):
     run_blocks(page)
     if page.stem == "own-network":
@@ -117,6 +125,16 @@ def test_the_readme_is_short_and_names_the_commands():
     assert len(text.split()) <= 900
     for command in ("pip install .", "make demo", "make test"):
         assert command in text
+
+
+def test_claims_of_the_comparison_have_tests():
+    """Every line names files of this repository that prove it."""
+    text = (ROOT / "docs" / "guides" / "comparison.md").read_text()
+    paths = re.findall(r"`((?:tests|examples)/[^`]+)`", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    for row in re.findall(r"^\| .*\| yes.*$", text, flags=re.MULTILINE):
+        assert re.search(r"`(tests|examples)/", row), row
 
 
 def test_pages_fetch_nothing():

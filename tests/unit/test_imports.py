@@ -15,7 +15,7 @@ ALLOWED = {
     "optim": set(),
     "data": {"reversible"},
     "conversion": {"reversible"},
-    "models": {"reversible", "kernels"},
+    "models": {"reversible", "kernels", "conversion"},
     "methods": {"schedule", "reversible"},
     "corrections": {"schedule", "reversible", "optim"},
     "pipeline": ENGINE - {"pipeline"},
@@ -24,9 +24,21 @@ ALLOWED = {
     "measure": ENGINE | {"distributed"},
     "trainer": ENGINE | {"conversion", "distributed", "cudagraph", "data"},
     "runs": ENGINE | {"conversion", "distributed", "cudagraph", "models", "data", "measure", "trainer"},
+    "integrations": ENGINE | {"conversion", "distributed", "models", "data", "measure", "trainer", "runs"},
     "report": {"schedule", "methods", "measure", "trainer", "runs"},
     "cli": ENGINE
-    | {"conversion", "distributed", "cudagraph", "models", "data", "measure", "trainer", "runs", "report"},
+    | {
+        "conversion",
+        "distributed",
+        "cudagraph",
+        "models",
+        "data",
+        "measure",
+        "trainer",
+        "runs",
+        "report",
+        "integrations",
+    },
 }
 
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("train", "train a network"),
     "evaluate": ("evaluate", "test the network of a run"),
     "tokenize": ("tokenize", "encode texts as tokens for language models"),
+    "export": ("export", "write the network of a run for other programs"),
     "generate": ("generate", "write text with the language model of a run"),
     "compare": ("compare", "train with several methods and compare them"),
     "fidelity": ("fidelity", "train, and compare gradients with those of backprop"),

@@ -13,6 +13,7 @@ import torch
 
 from petra.formatting import unknown
 from petra.models.imported import import_function, is_import_path
+from petra.models.timm_models import PREFIX, timm_entry
 from petra.reversible import Network
 
 LISTING = Path(__file__).with_name("listing.json")
@@ -80,7 +81,8 @@ def create(name: str, **arguments: Any) -> Network:
     """Build a network by name.
 
     Args:
-        name: Name of the network; `petra models` lists them. Or `package.module:function`.
+        name: Name of the network; `petra models` lists them. Or `timm:` and a name of timm, or
+            `package.module:function`.
         **arguments: Arguments of the function that builds it, such as `num_classes` and `width`.
 
     Returns:
@@ -112,6 +114,8 @@ def find(name: str) -> Entry:
     Raises:
         ValueError: If there is no such network. The message suggests a similar name.
     """
+    if name.startswith(PREFIX):
+        return timm_entry(name)
     if name not in _ENTRIES and is_import_path(name):
         function = import_function(name)
         return Entry(name, (function.__doc__ or "a network").strip().partition("\n")[0], function, {})

@@ -54,7 +54,7 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.active):
             return x
-        drawn = torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device)
+        drawn = torch.rand(x.shape[0], *(1 for _ in x.shape[1:]), device=x.device)
         return x * ((drawn < self.keep).to(x.dtype) / self.keep)
 
     def extra_repr(self) -> str:

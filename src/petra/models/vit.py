@@ -29,7 +29,7 @@ class ImageEmbedding(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         check_image(x, self.image_size)
         patches = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), patches], dim=1) + self.position
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], dim=1) + self.position
         return (self.dropout(x),) * self.streams
 
 

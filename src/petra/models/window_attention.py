@@ -52,7 +52,7 @@ class WindowAttention(nn.Module):
         tokens = self.window**2
         qkv = self.qkv(self._cut(x)).view(-1, tokens, 3, self.heads, x.shape[-1] // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(len(x), q.dtype))
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[0], q.dtype))
         return self._join(self.dropout(self.out(y.transpose(1, 2).flatten(2))))
 
     def _bias(self, batch: int, dtype: torch.dtype) -> Tensor:

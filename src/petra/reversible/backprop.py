@@ -88,6 +88,10 @@ def reversible_segment(
     Returns:
         The outputs of the last layer.
     """
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+        # torch.compile must not trace the segment: its forward and backward would be compiled differently.
+        uncompiled = torch.compiler.disable(reversible_segment)  # type: ignore[no-untyped-call]
+        return uncompiled(layers, streams, graphs, **kwargs)  # type: ignore[no-any-return]
     tensors, keywords = Keywords.flatten(kwargs)
     couplings = [coupling.with_keywords(keywords) for layer in layers for coupling in layer.couplings()]
     parameters = trainable(module for coupling in couplings for module in coupling.modules)
