@@ -104,7 +104,8 @@ def test_right_answers_are_counted_by_token():
     assert int(count_answers(outputs, targets, 2)) == 6
     assert int(count_correct(outputs[:, 0], targets[:, 0])) == 2
     assert int(count_answers(outputs[:, 0], targets[:, 0], 2)) == 2
-    assert count_correct(outputs, outputs) is None
+    assert int(count_correct(outputs, outputs)) == 6  # one-hot targets
+    assert int(count_correct(outputs, 2 * outputs)) < 0  # no probabilities
     assert count_answers(outputs, outputs, 2) == 2
     assert count_correct(outputs.float(), targets.float()) is None
     assert count_correct(outputs, None) is None
@@ -398,7 +399,10 @@ BAD = {
     "too long": (["--seq-len", "60"], "the test split has 51 tokens, too few for a sample of 60"),
     "no length": (["--seq-len", "0"], "--seq-len is 0: give 1 or more"),
     "words of characters": (["--vocab-size", "50"], "--vocab-size is 50, but text:FILE has a fixed vocabulary"),
-    "optimizer": (["--optimizer", "adam"], "--optimizer is 'adam': did you mean 'adamw'?"),
+    "optimizer": (
+        ["--optimizer", "adamv"],
+        "--optimizer is 'adamv': give a name or package.module:Class; did you mean 'adam'?",
+    ),
     "lr_schedule": (["--lr-schedule", "step"], "--lr-schedule is 'step': did you mean 'steps'?"),
     "beta2": (["--beta2", "1"], "--beta2 is 1.0: give 0 or more and less than 1"),
     "beta2 of sgd": (["--optimizer", "sgd", "--beta2", "0.5"], "--beta2 is 0.5, but sgd has none"),

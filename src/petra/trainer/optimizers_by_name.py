@@ -47,7 +47,7 @@ def find_optimizer(name: str) -> Any:
     short = name.removeprefix("torch.optim.").lower()
     if short not in known:
         names = [*OPTIMIZERS, *(n for n in known if n not in OPTIMIZERS)]
-        raise ValueError(f"--optimizer is {name!r}: {suggestion(short, names)}, or give package.module:Class")
+        raise ValueError(f"--optimizer is {name!r}: give a name or package.module:Class; {suggestion(short, names)}")
     return known[short]
 
 

@@ -263,7 +263,7 @@ class Trainer:
         if ema is not None:
             for stage in built:
                 stage.ema = WeightAverage(ema, weight_owner(network), self._network_of(stage.index).keys())
-        advised = self.method.stale and position.is_main  # one process warns
+        advised = self.method.stale and position.is_main and self.device.type != "meta"  # one process warns
         self._advisor = Advisor(network, built, self.schedule, self.corrections) if advised else None
         if self._advisor is not None and (text := self._advisor.before_training()):
             self._warn(text)
