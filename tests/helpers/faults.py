@@ -2,7 +2,8 @@
 
 `PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17. The kinds are `kill`, `hang` (computes forever), `stop` (SIGSTOP
 for the whole process), `corrupt` (changes its next message on the way) and `full-disk` (from that tick on, writing
-checkpoints fails). A job that torchrun has restarted has no fault.
+checkpoints fails). A job that torchrun has restarted has no fault, nor has a
+process that replaces a lost one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from petra.distributed import ProcessTransport
 from petra.distributed.job import restart_count
+from petra.distributed.membership import is_replacement
 from petra.pipeline import Stage
 from petra.runs.run import Run
 from petra.schedule import Action
@@ -42,7 +44,7 @@ class Fault:
     def from_environment(cls) -> Fault | None:
         """The fault in `PETRA_FAULT`, if there is one."""
         text = os.environ.get("PETRA_FAULT")
-        return cls.parse(text) if text and restart_count() == 0 else None
+        return cls.parse(text) if text and restart_count() == 0 and not is_replacement() else None
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -57,7 +59,14 @@ class Fault:
 def install() -> None:
     """Let runs in this process fail as `PETRA_FAULT` says."""
     if (fault := Fault.from_environment()) is not None:
-        Run.on_start.append(lambda run: fail_at(run.trainer, fault))
+        started: list[Run] = []
+
+        def start(run: Run) -> None:
+            if not started:  # not after a recovery
+                fail_at(run.trainer, fault)
+            started.append(run)
+
+        Run.on_start.append(start)
 
 
 def fail_at(trainer: Trainer, fault: Fault) -> None:

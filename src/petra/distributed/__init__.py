@@ -10,9 +10,11 @@ Start with `transport.py`, the interface of communication, and `rank_mailbox.py`
 """
 
 from petra.distributed.job import JobFailed, ReportedElsewhere, join
-from petra.distributed.launch import launch_ranks
+from petra.distributed.launch import Recovery, launch_ranks
 from petra.distributed.process_transport import LostRank, ProcessTransport
 from petra.distributed.rank_mailbox import RankMailbox
+from petra.distributed.resilient import run_in_job
+from petra.distributed.snapshots import Snapshot, Snapshots
 from petra.distributed.thread_transport import run_together
 from petra.distributed.transport import RankPosition, SingleProcess, Transport
 
@@ -22,10 +24,14 @@ __all__ = [
     "ProcessTransport",
     "RankMailbox",
     "RankPosition",
+    "Recovery",
     "ReportedElsewhere",
     "SingleProcess",
+    "Snapshot",
+    "Snapshots",
     "Transport",
     "join",
     "launch_ranks",
+    "run_in_job",
     "run_together",
 ]
