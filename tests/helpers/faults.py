@@ -1,9 +1,9 @@
 """Fault injection: a rank dies, hangs, or cannot write.
 
-`PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17. The kinds are `kill`, `hang` (computes forever), `stop` (SIGSTOP
+`PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`, `hang` (computes forever), `stop` (SIGSTOP
 for the whole process), `corrupt` (changes its next message on the way) and `full-disk` (from that tick on, writing
-checkpoints fails). A job that torchrun has restarted has no fault, nor has a
-process that replaces a lost one.
+checkpoints fails). A job that torchrun has restarted has no fault, nor has a process
+that replaces a lost one.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class Fault:
     tick: int
 
     @classmethod
-    def from_environment(cls) -> Fault | None:
-        """The fault in `PETRA_FAULT`, if there is one."""
+    def from_environment(cls) -> list[Fault]:
+        """The faults in `PETRA_FAULT`."""
         text = os.environ.get("PETRA_FAULT")
-        return cls.parse(text) if text and restart_count() == 0 and not is_replacement() else None
+        if not text or restart_count() > 0 or is_replacement():
+            return []
+        return [cls.parse(one) for one in text.split(",")]
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -58,11 +60,11 @@ class Fault:
 
 def install() -> None:
     """Let runs in this process fail as `PETRA_FAULT` says."""
-    if (fault := Fault.from_environment()) is not None:
+    if faults := Fault.from_environment():
         started: list[Run] = []
 
         def start(run: Run) -> None:
-            if not started:  # not after a recovery
+            for fault in faults if not started else ():  # not after a recovery
                 fail_at(run.trainer, fault)
             started.append(run)
 
