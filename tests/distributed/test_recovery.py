@@ -19,7 +19,7 @@ SMALL = [
     *("--data", "synthetic:1x8x8:10:800", "--batch-size", "32", "--epochs", "2", "--lr", "0.05"),
     *("--warmup-epochs", "1", "--threads", "1", "--device", "cpu", "--quiet", "--checkpoint-epochs", "9"),
 ]
-LIMIT = 120
+LIMIT = 240
 
 
 def weights(folder):

@@ -1,17 +1,20 @@
-"""Jobs of `petra train --ranks` whose processes have everything imported already."""
+"""Jobs of `petra train --ranks` whose processes have everything imported already.
 
+The process that starts them must have few threads: they are forked from it.
+"""
+
+import multiprocessing
 import os
 import sys
 from types import SimpleNamespace
-
-from helpers import fork_server
 
 
 class ForkedProcess:
     """Stands for `subprocess.Popen`, for a command `python -m module arguments…`."""
 
     def __init__(self, command, env, start_new_session):
-        self._process = fork_server.start(_main, command[3:], env)
+        self._process = multiprocessing.get_context("fork").Process(target=_main, args=(command[3:], env))
+        self._process.start()
         self.pid = self._process.pid
 
     def poll(self):
