@@ -8,9 +8,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-
 from helpers import fork_server
 from helpers.forked_jobs import FORKED
+
 from petra.distributed import Recovery, launch
 from petra.distributed.launch import Launcher
 

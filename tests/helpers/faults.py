@@ -1,9 +1,9 @@
 """Fault injection: a rank dies, hangs, or cannot write.
 
-`PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`, `hang` (computes forever), `stop` (SIGSTOP
-for the whole process), `corrupt` (changes its next message on the way) and `full-disk` (from that tick on, writing
-checkpoints fails). A job that torchrun has restarted has no fault, nor has a process
-that replaces a lost one.
+`PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`,
+`hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way) and
+`full-disk` (from that tick on, writing checkpoints fails). A job that torchrun has restarted has no fault, nor has a
+process that replaces a lost one.
 """
 
 from __future__ import annotations
