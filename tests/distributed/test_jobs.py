@@ -300,7 +300,9 @@ def test_killed_twenty_times_at_random_it_ends_with_the_same_weights(alone, tmp_
 
 
 def test_a_killed_rank_ends_the_whole_job(tmp_path):
-    code, error = end_launcher(*start_launcher("--ranks", 2, "--out", tmp_path / "run", fault="kill:1:9"))
+    code, error = end_launcher(
+        *start_launcher("--ranks", 2, "--snapshot-every", 0, "--out", tmp_path / "run", fault="kill:1:9")
+    )
     assert code == 1
     first, second = error.strip().splitlines()
     assert "rank 1 is gone or stuck: last heard from in tick" in first
@@ -325,7 +327,9 @@ def test_a_killed_rank_ends_the_whole_job(tmp_path):
 def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tmp_path):
     patience = ("--timeout", 5) if fault.startswith(("hang", "stop")) else ()
     if fault.startswith("stop"):  # somebody has to end it, and need not wait for as long as it usually does
-        job = start_launcher("--ranks", 2, *patience, "--out", tmp_path / "run", fault=fault, patience=2.0)
+        job = start_launcher(
+            "--ranks", 2, "--snapshot-every", 0, *patience, "--out", tmp_path / "run", fault=fault, patience=2.0
+        )
         code, error = end_launcher(*job)
     else:
         (code, _), error = together(tmp_path / "run", *patience, fault=fault)

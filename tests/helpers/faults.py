@@ -1,8 +1,9 @@
 """Fault injection: a rank dies, hangs, or cannot write.
 
-`PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17. The kinds are `kill`, `hang` (computes forever), `stop` (SIGSTOP
-for the whole process), `corrupt` (changes its next message on the way) and `full-disk` (from that tick on, writing
-checkpoints fails). A job that torchrun has restarted has no fault.
+`PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`,
+`hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way) and
+`full-disk` (from that tick on, writing checkpoints fails). A job that torchrun has restarted has no fault, nor has a
+process that replaces a lost one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from petra.distributed import ProcessTransport
 from petra.distributed.job import restart_count
+from petra.distributed.membership import is_replacement
 from petra.pipeline import Stage
 from petra.runs.run import Run
 from petra.schedule import Action
@@ -39,10 +41,12 @@ class Fault:
     tick: int
 
     @classmethod
-    def from_environment(cls) -> Fault | None:
-        """The fault in `PETRA_FAULT`, if there is one."""
+    def from_environment(cls) -> list[Fault]:
+        """The faults in `PETRA_FAULT`."""
         text = os.environ.get("PETRA_FAULT")
-        return cls.parse(text) if text and restart_count() == 0 else None
+        if not text or restart_count() > 0 or is_replacement():
+            return []
+        return [cls.parse(one) for one in text.split(",")]
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -56,8 +60,15 @@ class Fault:
 
 def install() -> None:
     """Let runs in this process fail as `PETRA_FAULT` says."""
-    if (fault := Fault.from_environment()) is not None:
-        Run.on_start.append(lambda run: fail_at(run.trainer, fault))
+    if faults := Fault.from_environment():
+        started: list[Run] = []
+
+        def start(run: Run) -> None:
+            for fault in faults if not started else ():  # not after a recovery
+                fail_at(run.trainer, fault)
+            started.append(run)
+
+        Run.on_start.append(start)
 
 
 def fail_at(trainer: Trainer, fault: Fault) -> None:

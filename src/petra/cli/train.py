@@ -19,8 +19,9 @@ from petra.cli.options import (
     given,
     reporting,
 )
-from petra.distributed.job import ReportedElsewhere, join, world_size
-from petra.distributed.launch import launch_ranks
+from petra.distributed import Recovery, Snapshots, Transport, launch_ranks, run_in_job
+from petra.distributed.job import ReportedElsewhere, world_size
+from petra.distributed.membership import is_replacement
 from petra.formatting import counted, mebibytes
 from petra.runs.config import MAY_CHANGE, RunConfig
 from petra.runs.dry_run import dry_run
@@ -59,6 +60,28 @@ class ProcessOptions:
         metavar="SECONDS",
         above=0,
         below=1e8,
+    )
+    snapshot_every: int = option(
+        50,
+        help="with --ranks, when a process dies or hangs, another one takes its place, and at most this many ticks are "
+        "repeated; 0 ends the job instead",
+        group=PROCESSES,
+        metavar="TICKS",
+        minimum=0,
+    )
+    replacements: int = option(
+        10,
+        help="lost processes that are replaced; after that, the other ranks take over their stages",
+        group=PROCESSES,
+        metavar="N",
+        minimum=0,
+    )
+    spares: int = option(
+        0,
+        help="processes that wait, ready to replace a lost one within a second",
+        group=PROCESSES,
+        metavar="N",
+        minimum=0,
     )
     dry_run: bool = option(
         False,
@@ -107,35 +130,56 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(dry_run(config, set_up_device(options), ranks=ranks, placement=options.placement).report())
         return 0
-    if not (options.resume or options.overwrite):
-        check_no_run(folder, "--resume to continue it, --overwrite to replace it")
-    if not options.resume:
-        check_weights(config.init_from, folder)
+    if not is_replacement():
+        if not (options.resume or options.overwrite):
+            check_no_run(folder, "--resume to continue it, --overwrite to replace it")
+        if not options.resume:
+            check_weights(config.init_from, folder)
     reject_cuda_graph(options, ranks * config.replicas)
     if world_size() == 1 and ranks * config.replicas > 1:
-        return launch_ranks(options.arguments, ranks * config.replicas, options.module)
-    device = set_up_device(options)
-    with join(
-        device, replicas=config.replicas, timeout=options.timeout, early_exit=(Interrupted, ReportedElsewhere)
-    ) as transport:
+        recovery = Recovery(options.replacements, options.spares) if options.snapshot_every else None
+        processes = ranks * config.replicas
+        return launch_ranks(options.arguments, processes, options.module, replicas=config.replicas, recovery=recovery)
+    device, data = set_up_device(options), []
+
+    def load_data() -> None:
+        data.append(config.load_data())
+
+    def train(transport: Transport, snapshots: Snapshots | None) -> dict[str, Any] | None:
+        position = transport.position
+        if not data:
+            load_data()
         training = Run(
             config,
             folder,
             resume=options.resume,
             overwrite=options.overwrite,
             device=device,
+            data=data[0],
             transport=transport,
-            placement=options.placement,
+            placement=options.placement if position.ranks == ranks else None,
             trace=options.trace,
+            snapshots=snapshots,
             **reporting(options),
         )
         try:
             summary = training()
         except Interrupted:
-            if not transport.position.is_main:
+            if not position.is_main:
                 raise ReportedElsewhere(130) from None
             raise
-    if transport.position.is_main:
+        return summary if position.is_main else None
+
+    summary = run_in_job(
+        train,
+        device,
+        replicas=config.replicas,
+        timeout=options.timeout,
+        early_exit=(Interrupted, ReportedElsewhere),
+        snapshot_every=options.snapshot_every,
+        prepare=load_data if is_replacement() else None,
+    )
+    if summary is not None:
         print(f"{_result(summary)}; in {folder}")
     return 0
 

@@ -7,12 +7,16 @@ Start with `transport.py`, the interface of communication, and `rank_mailbox.py`
 - `thread_transport.py` implements it for ranks that are threads of one process.
 - `job.py` connects the processes of a job, `watchdog.py` ends the job if one of them dies or hangs, and `launch.py`
   starts them on one machine.
+- `resilient.py` continues a job that has lost a process: `launch.py` replaces it and begins a new generation
+  (`membership.py`), which continues from snapshots in memory (`snapshots.py`, `state_exchange.py`).
 """
 
 from petra.distributed.job import JobFailed, ReportedElsewhere, join
-from petra.distributed.launch import launch_ranks
+from petra.distributed.launch import Recovery, launch_ranks
 from petra.distributed.process_transport import LostRank, ProcessTransport
 from petra.distributed.rank_mailbox import RankMailbox
+from petra.distributed.resilient import run_in_job
+from petra.distributed.snapshots import Snapshot, Snapshots
 from petra.distributed.thread_transport import run_together
 from petra.distributed.transport import RankPosition, SingleProcess, Transport
 
@@ -22,10 +26,14 @@ __all__ = [
     "ProcessTransport",
     "RankMailbox",
     "RankPosition",
+    "Recovery",
     "ReportedElsewhere",
     "SingleProcess",
+    "Snapshot",
+    "Snapshots",
     "Transport",
     "join",
     "launch_ranks",
+    "run_in_job",
     "run_together",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from petra.distributed.membership import Membership, Roster
 from petra.distributed.process_transport import LostRank, ProcessTransport
 from petra.distributed.transport import SingleProcess, Transport
-from petra.distributed.watchdog import Watchdog
+from petra.distributed.watchdog import DIAGNOSIS_TIMEOUT, GENERATION_INTERVAL, Generation, Watchdog
 
 
 class ReportedElsewhere(Exception):
@@ -30,8 +32,21 @@ class ReportedElsewhere(Exception):
         self.code = code
 
 
+class GenerationOver(Exception):
+    """A process of the job was lost, and this one has to join the next generation."""
+
+
 class JobFailed(RuntimeError):
     """Another process of the job has died or hangs."""
+
+
+CONNECT_PATIENCE = 3.0
+"""Seconds that a process may still connect after the generation is over."""
+
+
+def process_number() -> int:
+    """Return the number of this process in the job."""
+    return _variable("RANK", 0)
 
 
 def world_size() -> int:
@@ -51,7 +66,7 @@ def job_name() -> str | None:
 
 def is_first_process() -> bool:
     """Return whether this is the first process of the job."""
-    return _variable("RANK", 0) == 0
+    return process_number() == 0
 
 
 def _variable(name: str, default: int) -> int:
@@ -76,6 +91,7 @@ def join(
     replicas: int = 1,
     timeout: float = 300.0,
     early_exit: tuple[type[BaseException], ...] = (),
+    generation: tuple[Membership, Roster] | None = None,
 ) -> Iterator[Transport]:
     """Connect the processes that torchrun or `petra train --ranks` has started.
 
@@ -86,6 +102,7 @@ def join(
         replicas: The number of replicas of the pipeline.
         timeout: The seconds after which a process that makes no progress counts as stuck.
         early_exit: Exceptions that all processes raise alike to leave the context early. They do not count as errors.
+        generation: This process in a job whose lost processes are replaced, and the current processes of the job.
 
     Yields:
         The transport of this process.
@@ -94,6 +111,7 @@ def join(
         ValueError: If there is one process and several replicas.
         JobFailed: If another process has died or hangs, and this process reports it.
         ReportedElsewhere: If another process reports the error.
+        GenerationOver: If a process was lost and the job goes on; only with `generation`.
     """
     if world_size() == 1:
         if replicas > 1:
@@ -103,17 +121,16 @@ def join(
     # The watchdog detects processes that are stuck. This limit is a fallback. It is much longer, because a message
     # that passes many stages may take many times as long as each of them.
     limit = timedelta(seconds=60 + 4 * timeout)
-    job_store, process, world = _connect_store(limit)
     # A job that torchrun restarts has the same store, with the entries of its previous attempt.
-    store = PrefixStore(f"petra/{restart_count()}", job_store)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _gpu_per_process() else "gloo"
-    dist.init_process_group(backend, store=store, rank=process, world_size=world, timeout=limit)
-    transport = ProcessTransport(device, replicas, limit)
+    prefix = f"petra/{restart_count()}" + (f".{generation[1].generation}" if generation is not None else "")
+    with _guarded(generation):
+        transport = _connect(device, replicas, limit, prefix)
     _joined.append(True)
     names = [str(position) for position in transport.positions()]
     # The watchdog needs its own connection, because the process group blocks its connection while it waits.
-    watchdog_store = PrefixStore(f"petra/{restart_count()}", _connect_store(limit)[0])
-    watchdog = Watchdog(watchdog_store, process, names, transport.activity, timeout)
+    watchdog_store = PrefixStore(prefix, connect_store(limit)[0])
+    watched = None if generation is None else Generation(*generation, transport.interrupt)
+    watchdog = Watchdog(watchdog_store, process_number(), names, transport.activity, timeout, generation=watched)
     leaving: BaseException | None = None
     try:
         # No process may continue, and perhaps fail and exit, while another one still connects.
@@ -125,6 +142,14 @@ def join(
         transport.flush()
         transport.gather(None)  # no process may exit while another one still needs it
     except BaseException as error:
+        if isinstance(error, LostRank) and generation is not None:
+            membership, roster = generation
+            transport.interrupt()  # the ranks that wait for this one get an error, too
+            if membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT):
+                watchdog.close()
+                transport.close_threads()
+                _leave()
+                raise GenerationOver from None
         with suppress(ValueError):  # outside the main thread
             # torchrun sends it when the first process exits, which must not interrupt the report.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -135,12 +160,60 @@ def join(
             raise JobFailed(message) from error
         raise
     watchdog.close()
-    dist.destroy_process_group()
+    _leave()
     if leaving is not None:
         raise leaving
 
 
-def _connect_store(limit: timedelta) -> tuple[Store, int, int]:
+def _connect(device: torch.device, replicas: int, limit: timedelta, prefix: str) -> ProcessTransport:
+    """Connect this process to the others."""
+    job_store, process, world = connect_store(limit)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _gpu_per_process() else "gloo"
+    store = PrefixStore(prefix, job_store)
+    dist.init_process_group(backend, store=store, rank=process, world_size=world, timeout=limit)
+    return ProcessTransport(device, replicas, limit)
+
+
+def _leave() -> None:
+    """Close the connections to the other processes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _joined.clear()
+
+
+@contextmanager
+def _guarded(generation: tuple[Membership, Roster] | None) -> Iterator[None]:
+    """A context in which a process connects to others that may be lost meanwhile.
+
+    Nothing interrupts a connection to a lost process. So a process that does not notice that the generation is over
+    ends itself, and is replaced.
+    """
+    if generation is None:
+        yield
+        return
+    membership, roster = generation
+    connected = threading.Event()
+
+    def guard() -> None:
+        while not connected.wait(GENERATION_INTERVAL):
+            if membership.generation != roster.generation and not connected.wait(CONNECT_PATIENCE):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    thread = threading.Thread(target=guard, name="petra-connecting", daemon=True)
+    thread.start()
+    try:
+        yield
+    except RuntimeError:
+        if not membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT):
+            raise
+        _leave()
+        raise GenerationOver from None
+    finally:
+        connected.set()
+        thread.join()
+
+
+def connect_store(limit: timedelta) -> tuple[Store, int, int]:
     """Return a new connection to the store of the job, the number of this process, and the number of processes."""
     store, process, world = next(iter(rendezvous("env://", timeout=limit)))
     return store, process, world

@@ -1,22 +1,47 @@
-"""Starts the ranks of a job on this machine, without torchrun."""
+"""Starts the processes of a job on this machine, without torchrun, and replaces those that are lost."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from petra.distributed.membership import MEMBER, PROGRESS, REPLACEMENT, Roster, publish, suspect_key
+
 PATIENCE = 15.0
-"""Seconds that the other processes have to end after one has failed; more than `watchdog.DOUBT`."""
+"""Seconds that the other processes have to end after one has failed; more than `watchdog.SILENCE_LIMIT`."""
+LOSSES_WITHOUT_PROGRESS = 3
+"""Losses in a row after which a job ends that makes no progress between them."""
+POLL = 0.02
+"""Seconds between two looks at the processes."""
 
 
-def launch_ranks(arguments: Sequence[str], processes: int, module: str = "petra") -> int:
+@dataclass(frozen=True)
+class Recovery:
+    """What happens when a process of a job is lost."""
+
+    replacements: int = 10
+    """How many lost processes are replaced; after that, the other processes take over their stages."""
+    spares: int = 0
+    """Processes that wait, ready to replace a lost one."""
+
+
+def launch_ranks(
+    arguments: Sequence[str],
+    processes: int,
+    module: str = "petra",
+    *,
+    replicas: int = 1,
+    recovery: Recovery | None = None,
+) -> int:
     """Run a command in several processes of one job.
 
     The processes find each other as under torchrun, through the same environment variables and a store in this
@@ -26,63 +51,184 @@ def launch_ranks(arguments: Sequence[str], processes: int, module: str = "petra"
         arguments: The arguments of the command.
         processes: The number of processes.
         module: The module to run with `python -m`.
+        replicas: The number of replicas that the processes form.
+        recovery: What happens when a process is lost; None ends the job.
 
     Returns:
         0, or the largest exit code of the processes.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started: list[subprocess.Popen[bytes]] = []
-    signals: list[int] = []
-
-    def forward(number: int, frame: object) -> None:
-        signals.append(number)
-        for process in started:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # unlike SIGINT, it prints nothing while Python still starts
-
-    handlers: dict[int, Any] = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+    launcher = Launcher([sys.executable, "-m", module, *arguments], processes, replicas, recovery)
+    handlers: dict[int, Any] = {n: signal.signal(n, launcher.stop) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for rank in range(processes):
-            if signals:
-                break
-            variables = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(processes),
-                "LOCAL_WORLD_SIZE": str(processes),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            }
-            # In its own session, so that Ctrl-C reaches it once, through this process.
-            command = [sys.executable, "-m", module, *arguments]
-            started.append(subprocess.Popen(command, env=variables, start_new_session=True))  # noqa: S603
-        if signals:  # perhaps while a process was being started, which was not in the list yet
-            forward(signals[0], None)
-        return _wait(started, signals)
+        return launcher.run()
     finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        launcher.kill_all()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _wait(started: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
-    deadline = float("inf")
-    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-        if deadline == float("inf") and any(process.poll() for process in started):
-            deadline = time.monotonic() + PATIENCE
-        time.sleep(0.05)
-    codes = [process.poll() for process in started]
-    if signals and any(codes):
-        if 130 not in codes:  # else one of them has reported it
-            print("petra: stopped; --resume continues from the last checkpoint, if there is one", file=sys.stderr)
-        return 130
-    for process, code in enumerate(codes):
-        if code is not None and code < 0:
-            print(f"petra: process {process} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    return max(1 if code is None or code < 0 else code for code in codes)
+class Launcher:
+    """The processes of one job.
+
+    Args:
+        command: The command of every process.
+        processes: The number of processes.
+        replicas: The number of replicas that they form.
+        recovery: What happens when a process is lost; None ends the job.
+    """
+
+    def __init__(self, command: Sequence[str], processes: int, replicas: int, recovery: Recovery | None) -> None:
+        self._command, self._replicas, self._recovery = list(command), replicas, recovery
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._started: list[subprocess.Popen[bytes]] = []  # by the number of the process
+        self._roster = Roster(0, tuple(range(processes)))
+        self._spares: list[int] = []
+        self._replacements = 0 if recovery is None else recovery.replacements
+        self._losses, self._progress = 0, ""  # since the job last made progress
+        self._stopped = False
+
+    def run(self) -> int:
+        """Start the processes, and wait until all have ended.
+
+        Returns:
+            0, or the largest exit code of the processes.
+        """
+        if self._recovery is not None:
+            publish(self._store, self._roster)
+        for _ in self._roster.members:
+            if not self._stopped:
+                self._start()
+        for _ in range(self._recovery.spares if self._recovery is not None else 0):
+            if not self._stopped:
+                self._spares.append(self._start())
+        if self._stopped:  # perhaps while a process was being started, which was not in the list yet
+            self._forward()
+        self._wait()
+        return self._exit_code()
+
+    def stop(self, number: int, frame: object) -> None:
+        """Ask all processes to end; a signal handler."""
+        self._stopped = True
+        self._forward()
+
+    def kill_all(self) -> None:
+        """Kill the processes that are left."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def _forward(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)  # unlike SIGINT, it prints nothing while Python still starts
+
+    def _start(self) -> int:
+        """Start the next process, and return its number."""
+        number, processes = len(self._started), len(self._roster.members)
+        variables = {
+            **os.environ,
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        }
+        if self._recovery is not None:
+            variables[MEMBER] = str(number)
+            if number not in self._roster.members or self._roster.generation > 0:
+                variables[REPLACEMENT] = "1"
+        # In its own session, so that Ctrl-C reaches it once, through this process.
+        self._started.append(subprocess.Popen(self._command, env=variables, start_new_session=True))  # noqa: S603
+        return number
+
+    def _wait(self) -> None:
+        deadline = float("inf")
+        while time.monotonic() < deadline:
+            codes = self._codes()
+            if None not in codes.values():
+                return
+            if deadline == float("inf") and any(codes.values()):
+                lost = [member for member, code in codes.items() if code is not None and code < 0]
+                failed = any(code is not None and code > 0 for code in codes.values())
+                if failed or 0 in codes.values() or not self._recover(lost, codes):
+                    deadline = time.monotonic() + PATIENCE
+            self._end_suspect()
+            time.sleep(POLL)
+
+    def _codes(self) -> Mapping[int, int | None]:
+        """Return the exit codes of the current processes; negative for signals, None for those that run."""
+        return {member: self._started[member].poll() for member in self._roster.members if member < len(self._started)}
+
+    def _recover(self, lost: Sequence[int], codes: Mapping[int, int | None]) -> bool:
+        """Begin a generation without the lost processes; return whether that is possible."""
+        if self._recovery is None or self._stopped:
+            return False
+        progress = self._store.get(PROGRESS).decode() if self._store.check([PROGRESS]) else ""
+        self._losses = self._losses + 1 if progress == self._progress else 1
+        self._progress = progress
+        who = " and ".join(f"process {member} was ended by {_signal(codes[member])}" for member in lost)
+        if self._losses > LOSSES_WITHOUT_PROGRESS:
+            self._end(f"{who}: the job ends, because it has lost {self._losses} processes without progress")
+            return False
+        members = list(self._roster.members)
+        for member in lost:
+            if self._replacements > 0:
+                self._replacements -= 1
+                members[members.index(member)] = self._replacement()
+            else:
+                members.remove(member)
+        size = len(members) // self._replicas * self._replicas
+        if size == 0:
+            self._end(f"{who}: the job ends, because no process can take over")
+            return False
+        replaced = len(members) == len(self._roster.members)
+        self._spares += members[size:]
+        self._roster = Roster(self._roster.generation + 1, tuple(members[:size]))
+        publish(self._store, self._roster)
+        _print(f"{who}: {'another one takes its place' if replaced else 'the other processes take over its stages'}")
+        return True
+
+    def _replacement(self) -> int:
+        """Return the number of a process that can replace a lost one: of a spare one that runs, or of a new one."""
+        while self._spares:
+            if self._started[spare := self._spares.pop(0)].poll() is None:
+                return spare
+        return self._start()
+
+    def _end(self, reason: str) -> None:
+        _print(f"{reason}; --resume continues from the last checkpoint, if there is one")
+        publish(self._store, Roster(self._roster.generation + 1, ()))
+
+    def _end_suspect(self) -> None:
+        """Kill a process that others report as stuck, so that it can be replaced."""
+        key = suspect_key(self._roster.generation)
+        if self._recovery is not None and self._store.check([key]):
+            member, reason = json.loads(self._store.get(key))
+            if self._started[member].poll() is None:
+                _print(reason)
+                self._started[member].kill()
+                self._started[member].wait()
+
+    def _exit_code(self) -> int:
+        codes = self._codes()
+        if self._stopped and any(codes.values()):
+            if 130 not in codes.values():  # else one of them has reported it
+                _print("stopped; --resume continues from the last checkpoint, if there is one")
+            return 130
+        for member, code in codes.items():
+            if code is not None and code < 0:
+                _print(f"process {member} was ended by {_signal(code)}")
+        return max((1 if code is None or code < 0 else code for code in codes.values()), default=1)
+
+
+def _signal(code: int | None) -> str:
+    assert code is not None
+    return signal.Signals(-code).name
+
+
+def _print(text: str) -> None:
+    print(f"petra: {text}", file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from petra.distributed.io_thread import IOThread, run_immediately
 from petra.distributed.malloc import keep_freed_memory
 from petra.distributed.message_header import check_header, checksum, empty_header, make_header, payload
+from petra.distributed.state_exchange import StateChannel
 from petra.distributed.transport import (
     PendingReceive,
     RankPosition,
@@ -31,6 +32,9 @@ from petra.distributed.transport import (
 from petra.formatting import first_line
 from petra.pipeline.message_shapes import Template
 from petra.schedule import Action
+
+UNUSED_TAG = 2**30
+"""A tag that no message has."""
 
 
 class MessageBuffers:
@@ -102,8 +106,9 @@ class ProcessTransport(Transport):
         self._replica_group = mesh.get_group("data")
         self._timeout = timeout
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._world_group = dist.new_group(timeout=timeout, backend="gloo")
-        self._flags_group = dist.new_group(timeout=timeout, backend="gloo")
+        self._opened = [dist.group.WORLD, mesh.get_group("pipeline"), self._replica_group]
+        self._world_group = self._new_group(backend="gloo")
+        self._flags_group = self._new_group(backend="gloo")
         self._buffers = MessageBuffers()
         self._io_threads: dict[tuple[str, int], IOThread] = {}
         # For each recent tick: receiving ranks, and functions that wait until the message has left.
@@ -120,7 +125,7 @@ class ProcessTransport(Transport):
 
     def _open(self, source: int, to: int, replica: int) -> None:
         sender, receiver = source * self.position.replicas + replica, to * self.position.replicas + replica
-        group = dist.new_group(sorted((sender, receiver)), timeout=self._timeout)
+        group = self._new_group(sorted((sender, receiver)))
         if replica == self.position.replica:
             self._groups[source, to] = group
         # Send one number now. NCCL opens a channel with its first message, and two ranks that open different channels
@@ -130,6 +135,25 @@ class ProcessTransport(Transport):
             dist.send(number, receiver, group=group)
         elif receiver == dist.get_rank():
             dist.recv(number, sender, group=group)
+
+    def _new_group(self, processes: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+        """Open a process group; all processes call it."""
+        group = dist.new_group(processes, timeout=self._timeout, backend=backend)
+        if isinstance(group, dist.ProcessGroup):  # this process is in it
+            self._opened.append(group)
+        return group
+
+    def interrupt(self) -> None:
+        """Make all communication of this process fail from now on, also where a thread waits for it."""
+        for group in self._opened:
+            if group is None or group.size() == 1:
+                continue
+            if "nccl" in group.name():
+                group.abort()
+            with suppress(RuntimeError):
+                # Gloo closes all connections of a group when one receive times out.
+                other = (group.rank() + 1) % group.size()
+                group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def send(self, to: int, action: Action, tensors: Template) -> None:
         message = [t.contiguous().to(self._comm_device) for t in tensors if t is not None]
@@ -265,6 +289,45 @@ class ProcessTransport(Transport):
                 with self.activity.waiting(source), self._connected(source, "receive from"):
                     dist.recv(message, self._process(source), group=self._world_group)
         return result if rank == last else {}
+
+    def open_ring(self, to: tuple[int, int], source: tuple[int, int]) -> tuple[StateChannel, StateChannel]:
+        """Open channels for states. All processes call it.
+
+        Args:
+            to: Rank and replica of the process to send to.
+            source: Rank and replica of the process to receive from.
+
+        Returns:
+            A channel to the one and a channel from the other, for threads of their own.
+        """
+        group = self._new_group(backend="gloo")
+        return self._state_channel(group, self._number(*to), None), self._state_channel(
+            group, None, self._number(*source)
+        )
+
+    def move_state(self, state: Any, source: int, to: int) -> Any:
+        process = dist.get_rank()
+        with self.activity.waiting(None):
+            if process == source:
+                self._state_channel(self._world_group, to, None).send(state)
+            elif process == to:
+                return self._state_channel(self._world_group, None, source).receive()
+        return None
+
+    def _state_channel(self, group: dist.ProcessGroup, to: int | None, source: int | None) -> StateChannel:
+        def transfer(tensor: Tensor) -> None:
+            if to is not None:
+                with self._connected(to, "send a snapshot to"):
+                    dist.send(tensor, to, group=group)
+            elif source is not None:
+                with self._connected(source, "receive a snapshot from"):
+                    dist.recv(tensor, source, group=group)
+
+        return StateChannel(transfer)
+
+    def _number(self, rank: int, replica: int) -> int:
+        """Return the number of the process at a position."""
+        return rank * self.position.replicas + replica
 
     def any_rank_async(self, flag: bool) -> bool:
         # The answer is read a few ticks later, when all processes have contributed to it, so that nobody waits.

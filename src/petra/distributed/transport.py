@@ -128,6 +128,19 @@ class Transport(ABC):
             Copies in host memory on the main process, nothing on the others.
         """
 
+    def move_state(self, state: Any, source: int, to: int) -> Any:
+        """Copy a state from one process to another. All processes call it.
+
+        Args:
+            state: The state, in host memory; used in the process that sends it.
+            source: The number of the process that sends.
+            to: The number of the process that receives.
+
+        Returns:
+            The state in the process that receives, None in the others.
+        """
+        raise AssertionError("there is no other process")
+
     def any_rank_async(self, flag: bool) -> bool:
         """Tell all processes that one of them has set a flag. All processes call it once per tick.
 

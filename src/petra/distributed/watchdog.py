@@ -5,6 +5,9 @@ report there. The first report is the one that is printed; all other processes e
 
 Silence is measured in polls, not in wall time. A process that was suspended has polled less often as well, so it does
 not blame the others.
+
+In a job whose lost processes are replaced, the watchdog does not end the job. It asks the launcher to replace the
+process, and interrupts the communication of this one when the launcher begins a new generation.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from petra.distributed.membership import Membership, Roster
 from petra.formatting import first_line
 from petra.pipeline.activity import Activity
 
@@ -24,6 +30,10 @@ INTERVAL = 0.5
 """Seconds between two polls."""
 SILENCE_LIMIT = 3.0
 """Seconds of silence after which a process counts as dead, once something has gone wrong."""
+STORE_LIMIT = 30.0
+"""Seconds without an answer of the store after which it counts as lost, if the timeout is not longer."""
+GENERATION_INTERVAL = 0.1
+"""Seconds between two looks for a new generation."""
 DIAGNOSIS_TIMEOUT = 3 * SILENCE_LIMIT
 """Seconds that a process looks for the cause of a lost connection, before it reports only the connection."""
 
@@ -40,6 +50,18 @@ class KeyValueStore(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
+@dataclass(frozen=True)
+class Generation:
+    """The generation of a job whose lost processes are replaced."""
+
+    membership: Membership
+    """This process in the job."""
+    roster: Roster
+    """The processes of this generation."""
+    interrupt: Callable[[], None]
+    """Makes the communication of this process fail, so that it joins the next generation."""
+
+
 class Watchdog:
     """A thread that publishes what this process is doing, and monitors the others.
 
@@ -50,6 +72,7 @@ class Watchdog:
         activity: What this process is doing.
         timeout: The seconds after which a process that makes no progress counts as stuck.
         exit: Ends this process with an exit code.
+        generation: The generation of the job, if lost processes are replaced.
     """
 
     def __init__(
@@ -60,9 +83,10 @@ class Watchdog:
         activity: Activity,
         timeout: float,
         exit: Callable[[int], None] = os._exit,
+        generation: Generation | None = None,
     ) -> None:
         self._store, self._process, self._names, self._activity = store, process, names, activity
-        self._timeout, self._exit = timeout, exit
+        self._timeout, self._exit, self._generation = timeout, exit, generation
         self._last_seen: dict[int, tuple[str, int]] = {}  # process -> its last status, and the poll that found it
         self._last_progress = (-1, 0)  # the activity counter of this process, and the poll in which it changed
         self._polls = 0
@@ -70,8 +94,10 @@ class Watchdog:
         self._lock = threading.RLock()
         self._reported = False
         self._thread = threading.Thread(target=self._watch, name="petra-watchdog", daemon=True)
+        self._guard = threading.Thread(target=self._guard_store, name="petra-watchdog-store", daemon=True)
         self._poll()
         self._thread.start()
+        self._guard.start()
 
     def report_failure(self, message: str) -> bool:
         """Report why this process fails.
@@ -118,10 +144,15 @@ class Watchdog:
         """Stop watching."""
         self._closing.set()
         self._thread.join(timeout=2 * SILENCE_LIMIT)  # it may be in a call to the store
+        self._guard.join(timeout=2 * INTERVAL)
 
     def _watch(self) -> None:
-        while not self._closing.wait(INTERVAL):
+        while not self._wait():
             try:
+                if self._is_over():
+                    assert self._generation is not None
+                    self._generation.interrupt()
+                    return
                 self._poll()
                 failure = self._failure_of_others()
             except Exception as error:  # whatever the error is, an unwatched job must not continue
@@ -131,6 +162,33 @@ class Watchdog:
                 return
             if failure is not None and not self._closing.wait(2 * INTERVAL):
                 # Another process has reported a failure. This one may wait for a message that will never come.
+                self._exit(1)
+
+    def _wait(self) -> bool:
+        """Wait until the next poll, or until the generation is over; return whether to stop watching."""
+        if self._generation is None:
+            return self._closing.wait(INTERVAL)
+        for _ in range(round(INTERVAL / GENERATION_INTERVAL)):
+            if self._closing.wait(GENERATION_INTERVAL):
+                return True
+            with suppress(RuntimeError):  # the next poll reports it
+                if self._is_over():
+                    break
+        return False
+
+    def _is_over(self) -> bool:
+        """Return whether another generation has begun."""
+        found = self._generation
+        return found is not None and found.membership.generation != found.roster.generation
+
+    def _guard_store(self) -> None:
+        """End this process if the store does not answer: behind a broken network, a call may never return."""
+        polls, silent, limit = self._polls, 0, max(self._timeout, STORE_LIMIT)
+        while not self._closing.wait(INTERVAL) and self._thread.is_alive():
+            polls, silent = self._polls, silent + 1 if self._polls == polls else 0
+            if silent * INTERVAL > limit:
+                message = f"{self._names[self._process]}: the store of the job has not answered for {limit:.0f} s"
+                print(f"petra: error: {message}: check the network", file=sys.stderr, flush=True)
                 self._exit(1)
 
     def _poll(self) -> None:
@@ -143,7 +201,8 @@ class Watchdog:
         # Setting up has no limit, because reading and decoding data may take long.
         if activity.set_up and not activity.waits and seconds > self._timeout:
             name = self._names[self._process]
-            self._abort(f"{name} is stuck in tick {activity.tick}, {activity.what}, for {seconds:.0f} s")
+            message = f"{name} is stuck in tick {activity.tick}, {activity.what}, for {seconds:.0f} s"
+            self._report_lost(self._process, message)
         keys = [f"status/{process}" for process in range(len(self._names)) if process != self._process]
         status = json.dumps([self._polls, activity.tick, activity.what, activity.waiting_for])
         with self._lock:
@@ -155,7 +214,14 @@ class Watchdog:
             if self._last_seen.get(process, ("", 0))[0] != text:
                 self._last_seen[process] = text, self._polls
             elif self._silence(process) > self._timeout:
-                self._abort(self._describe_lost(process))
+                self._report_lost(process, self._describe_lost(process))
+
+    def _report_lost(self, process: int, message: str) -> None:
+        """Have a process replaced, or end the job."""
+        if self._generation is None:
+            self._abort(message)
+        else:
+            self._generation.membership.report_lost(self._generation.roster, process, message)
 
     def _silence(self, process: int) -> float:
         """Return the seconds since the last new status of a process; more have passed if polls took long."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
-from petra.distributed import Transport, run_together
+from petra.distributed import RankPosition, Snapshot, Transport, run_together
 from petra.pipeline import Diverged, MicrobatchResult
 from petra.runs.trainer_setup import TrainerSetup
 from petra.trainer.checkpoint import Checkpoints
@@ -25,11 +25,55 @@ class Restored:
     """The micro-batch at which the pipeline began to fill."""
 
 
-def restore(checkpoints: Checkpoints, trainer: Trainer, setup: TrainerSetup, fingerprint: str) -> Restored:
-    """Load the last checkpoint into a trainer.
+class StateSource(Protocol):
+    """The states of a run at one moment."""
+
+    @property
+    def folder(self) -> object:
+        """Where the states are, for messages."""
+
+    def run(self) -> dict[str, Any]:
+        """Return the state of the whole run."""
+
+    def stage(self, index: int, replica: int = 0) -> dict[str, Any]:
+        """Return the state of a stage."""
+
+
+class SnapshotSource:
+    """The states in a snapshot.
 
     Args:
-        checkpoints: The checkpoints of the run.
+        snapshot: The snapshot, with the parts that this process needs.
+        position: The position of this process.
+    """
+
+    folder = "the snapshot"
+
+    def __init__(self, snapshot: Snapshot, position: RankPosition) -> None:
+        self._parts, self._last = snapshot.parts, (snapshot.ranks - 1, position.replica)
+        self._position = position
+        self._same = (position.ranks, position.replicas) == (snapshot.ranks, snapshot.replicas)
+
+    def run(self) -> dict[str, Any]:
+        position = self._position
+        if self._same:
+            return dict(self._parts[position.rank, position.replica]["run"])
+        run = self._parts[self._last]["run"]
+        # The rank of the loss continues the sums.
+        progress = RunProgress(**run["progress"]).of_rank(position.rank == position.ranks - 1)
+        return {**run, "progress": asdict(progress)}
+
+    def stage(self, index: int, replica: int = 0) -> dict[str, Any]:
+        stages = [part["stages"] for (_, of), part in self._parts.items() if of == replica]
+        found: dict[str, Any] = next(own[index] for own in stages if index in own)
+        return found
+
+
+def restore(source: StateSource, trainer: Trainer, setup: TrainerSetup, fingerprint: str) -> Restored:
+    """Load the last checkpoint, or a snapshot, into a trainer.
+
+    Args:
+        source: The checkpoints of the run, or a snapshot.
         trainer: The trainer of the run.
         setup: Builds a trainer with the stages of the checkpoint, if these are others.
         fingerprint: The fingerprint of the data.
@@ -41,7 +85,7 @@ def restore(checkpoints: Checkpoints, trainer: Trainer, setup: TrainerSetup, fin
         ValueError: If the checkpoint is damaged, or of another configuration or other data.
     """
     trainer.transport.activity.now("reading a checkpoint")
-    position, saved = trainer.transport.position, checkpoints.run()
+    position, saved = trainer.transport.position, source.run()
     try:
         if saved["data"] != fingerprint:
             raise ValueError(
@@ -51,16 +95,18 @@ def restore(checkpoints: Checkpoints, trainer: Trainer, setup: TrainerSetup, fin
         finished: list[MicrobatchResult] = []
         progress = RunProgress(**saved["progress"])
         if saved["layout"] == trainer.layout:
-            stages = {stage.index: checkpoints.stage(stage.index, position.replica) for stage in trainer.stages}
+            stages = {stage.index: source.stage(stage.index, position.replica) for stage in trainer.stages}
             trainer.load_state_dict({**saved, "stages": stages})
             fill_start = saved["executor"]["start"]
             if saved["placement"] != trainer.placement:  # a process holds other stages
                 progress = replace(progress, memory=[], activation_peak=0)
         else:
-            finished = _restore_other_layout(checkpoints, trainer, setup, saved)
+            assert isinstance(source, Checkpoints)  # a snapshot is of the same run
+            finished = _restore_other_layout(source, trainer, setup, saved)
             fill_start = trainer.executor.microbatches
             progress = replace(progress, memory=[], activation_peak=0)  # they were measured on other stages
-        progress = progress.of_rank(position.is_main)
+        if isinstance(source, Checkpoints):
+            progress = progress.of_rank(position.is_main)
         if position.is_main:
             progress.count(finished)
             progress.read()
@@ -71,7 +117,7 @@ def restore(checkpoints: Checkpoints, trainer: Trainer, setup: TrainerSetup, fin
     except (KeyError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
         raise ValueError(
-            f"{checkpoints.folder} does not fit the run ({reason}): give the model and data it was written with"
+            f"{source.folder} does not fit the run ({reason}): give the model and data it was written with"
         ) from error
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from petra.data import Data, bits_per_byte, close_batches, fingerprint
-from petra.distributed import SingleProcess, Transport
+from petra.distributed import SingleProcess, Snapshots, Transport
 from petra.distributed.job import job_name
 from petra.measure import MemoryProbe, Timeline
 from petra.pipeline import MicrobatchResult
 from petra.runs.config import RunConfig
-from petra.runs.resume import restore
+from petra.runs.resume import SnapshotSource, restore
 from petra.runs.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -65,6 +65,8 @@ class Run(TrainingLoop):
         placement: The rank of each stage.
         trace: The number of ticks to write a timeline of.
         cuda_graph: Whether to capture ticks; None decides by the device.
+        snapshots: The snapshots of this process, if the job replaces lost processes. If the job has begun the run
+            before, it continues from the last snapshot or checkpoint.
 
     Raises:
         ValueError: If the configuration is not valid, or the folder holds a run that it must not replace.
@@ -85,12 +87,17 @@ class Run(TrainingLoop):
         placement: Sequence[int] | None = None,
         trace: int = 0,
         cuda_graph: bool | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         config.validate()
         self.config, self.device = config, torch.device(device)
+        self.transport = transport = transport if transport is not None else SingleProcess(self.device)
+        snapshot = None
+        if snapshots is not None:
+            snapshot, begun = snapshots.recover(transport)
+            resume, overwrite = resume or begun, overwrite and not begun
         if not (resume or overwrite):
             check_no_run(folder, "--resume to continue it")
-        self.transport = transport = transport if transport is not None else SingleProcess(self.device)
         transport.check_agreement(config.to_json())
         self._load_data(data, placement)
         checkpoints = Checkpoints(folder / CHECKPOINTS, transport, ignore_existing=overwrite)
@@ -105,13 +112,20 @@ class Run(TrainingLoop):
         self._measured_from = 0  # the first micro-batch at which memory may be measured
         self._ineligible_reason: str | None = None
         self._captured_ticks = 0
-        if resumed:
-            restored = restore(checkpoints, trainer, setup, self._fingerprint)
+        if snapshot is not None and resumed and _microbatches(checkpoints.run()) > snapshot.tick:
+            snapshot = None
+        if snapshot is not None or resumed:
+            source = checkpoints if snapshot is None else SnapshotSource(snapshot, transport.position)
+            restored = restore(source, trainer, setup, self._fingerprint)
             progress, metrics_bytes, self._fill_start = restored.progress, restored.metrics_bytes, restored.fill_start
             self._measured_from = trainer.executor.microbatches
         transport.gather(None)  # no rank writes before all have read their files and found no error
         if transport.position.is_main:
             self._prepare_folder(folder, checkpoints, overwrite)
+        if snapshots is not None:
+            transport.gather(None)  # from here on, other processes must not start the run again
+            snapshots.begun = True
+            snapshots.connect(transport)
         super().__init__(
             trainer,
             self.train,
@@ -125,8 +139,11 @@ class Run(TrainingLoop):
             test_loss=cross_entropy,  # without label smoothing
             quiet=quiet,
             resume_hint=f"continue with --resume --out {folder}",
+            snapshots=snapshots,
         )
-        if resume and not resumed:
+        if snapshots is not None and begun:
+            self.progress_bar.write(f"continuing from micro-batch {self.progress.microbatches}")
+        elif resume and not resumed:
             self.progress_bar.write(f"there is no checkpoint in {folder}: the run starts from the beginning")
         if setup.weights_message is not None:
             self.progress_bar.write(setup.weights_message)
@@ -304,3 +321,8 @@ class Run(TrainingLoop):
 
     def _identity(self) -> dict[str, Any]:
         return {"data": self._fingerprint, "config": json.dumps(self.config.to_json())}
+
+
+def _microbatches(saved: dict[str, Any]) -> int:
+    """Return the micro-batches so far of the state of a run."""
+    return int(saved["progress"]["microbatches"])

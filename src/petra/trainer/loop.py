@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from petra.data import batch_count, batch_samples, batch_weight
+from petra.distributed import Snapshots
 from petra.pipeline import Diverged, MicrobatchResult
 from petra.pipeline.stage import Loss
 from petra.trainer.best_weights import BestWeights, Monitor
@@ -70,6 +71,7 @@ class TrainingLoop:
         test_loss: The loss of evaluations, if it is not that of training.
         quiet: Print no progress.
         resume_hint: What to do after an interruption, for the message.
+        snapshots: The snapshots of this process, if the job replaces lost processes.
     """
 
     on_start: ClassVar[list[Callable[[Any], None]]] = []
@@ -90,6 +92,7 @@ class TrainingLoop:
         test_loss: Loss | None = None,
         quiet: bool = False,
         resume_hint: str = "continue from the last checkpoint",
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.trainer, self.train, self.settings = trainer, train, settings
         self.transport, self.device = trainer.transport, trainer.device
@@ -97,7 +100,7 @@ class TrainingLoop:
         """Position, sums and results so far."""
         self.callbacks = list(callbacks)
         self._test, self._test_loss = test, test_loss
-        self._checkpoints = checkpoints
+        self._checkpoints, self._snapshots = checkpoints, snapshots
         self._resume_hint = resume_hint
         self._stopping = False
         self._steps_per_update = int(trainer.layout["accumulate"])
@@ -208,6 +211,8 @@ class TrainingLoop:
             last = progress.batch == batch_count(self.train)
             if progress.microbatches % self._steps_per_update == 0:
                 self._after_step(last)
+            if self._snapshots is not None and not (last or self._stopping or self._reached_max_steps):
+                self._snapshots.after_tick(progress.microbatches, self._snapshot)
             every = self.settings.checkpoint_every
             if interrupted or (not last and every and progress.microbatches % every == 0):
                 timer.stop()
@@ -355,9 +360,21 @@ class TrainingLoop:
         if self._checkpoints is None:
             return
         self.transport.activity.now("writing a checkpoint")
-        state = self.trainer.state_dict()
         loss, correct, samples = self._sums()
-        progress = replace(self.progress, loss=loss, correct=int(correct), samples=int(samples))
+        state = self._state(replace(self.progress, loss=loss, correct=int(correct), samples=int(samples)))
+        self._checkpoints.save(state["run"], state["stages"])
+        self._best.commit()
+        self._call("on_checkpoint")
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Return the state of this process, with the sums of this process."""
+        self._timer.lap()
+        self.progress.read()
+        return self._state(self.progress)
+
+    def _state(self, progress: RunProgress) -> dict[str, Any]:
+        """Return the state of the run, and those of the stages of this process."""
+        state = self.trainer.state_dict()
         run = {
             "layout": state["layout"],
             "executor": state["executor"],
@@ -366,9 +383,7 @@ class TrainingLoop:
             "metrics_bytes": self.metrics.size,
             **self._identity(),
         }
-        self._checkpoints.save(run, state["stages"])
-        self._best.commit()
-        self._call("on_checkpoint")
+        return {"run": run, "stages": state["stages"]}
 
     def _identity(self) -> dict[str, Any]:
         """Return the rest of a checkpoint."""

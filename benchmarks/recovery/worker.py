@@ -1,0 +1,36 @@
+"""`python -m worker` is `petra` in which every rank writes down when it starts and when it completes a tick."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from petra.cli.main import main as petra_main
+from petra.runs.run import Run
+from petra.schedule import Kind
+
+
+def note(run: Run) -> None:
+    """Write the process, the time and the micro-batch of every tick of a rank into a file."""
+    rank = run.transport.position.rank
+    with Path(os.environ["PETRA_TICKS"], f"{rank}.txt").open("a", buffering=1) as file:
+        file.write(f"start {os.getpid()} {time.monotonic()} {run.progress.microbatches}\n")
+    log = Path(os.environ["PETRA_TICKS"], f"{rank}.txt").open("a", buffering=1)  # noqa: SIM115 - open while it trains
+    last = run.trainer.stages[-1].index
+
+    def observe(tick: int, action: Any, stage: Any) -> None:
+        if action.kind is Kind.BACKWARD and action.stage == last:
+            log.write(f"tick {os.getpid()} {time.monotonic()} {tick}\n")
+
+    run.trainer.executor.observers.append(observe)
+
+
+def main(arguments: Any = None) -> int:
+    """Run the command."""
+    Run.on_start.append(note)
+    return petra_main(arguments, module="worker")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Which processes a job has. The list changes when a lost process is replaced, or when the others take over its stages.
+
+The launcher writes the lists, the processes read them. Each list is a *generation*: within one, the processes and their
+ranks stay the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+MEMBER = "PETRA_MEMBER"
+"""The environment variable with the number of a process, which is never used for another one."""
+REPLACEMENT = "PETRA_REPLACEMENT"
+"""The environment variable that marks a process as one that replaces a lost one."""
+GENERATION, PROGRESS = "petra/generation", "petra/progress"
+POLL = 0.01
+"""Seconds between two looks at the store while a process waits for a new generation."""
+
+
+class Store(Protocol):
+    """The methods of a `torch.distributed.Store` that a membership uses."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class JobEnded(Exception):
+    """The launcher has ended the job and reported the reason."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The processes of a job in one generation; none if the job has ended."""
+
+    generation: int
+    members: tuple[int, ...]
+    """The numbers of the processes, in the order of their ranks."""
+
+    def to_json(self) -> str:
+        """Return the entry in the store."""
+        return json.dumps([self.generation, self.members])
+
+    @classmethod
+    def parse(cls, text: str) -> Roster:
+        """Read an entry of the store."""
+        generation, members = json.loads(text)
+        return cls(generation, tuple(members))
+
+
+class Membership:
+    """This process in a job whose lost processes are replaced.
+
+    Args:
+        store: A connection to the store of the job that nothing else uses.
+        number: The number of this process.
+    """
+
+    def __init__(self, store: Store, number: int) -> None:
+        self._store, self.number = store, number
+
+    @property
+    def generation(self) -> int:
+        """The current generation; -1 before the first one."""
+        return int(self._store.get(GENERATION)) if self._store.check([GENERATION]) else -1
+
+    def wait(self, after: int) -> Roster:
+        """Wait for a generation that includes this process, and until all of its processes are ready to connect.
+
+        Args:
+            after: The last generation that this process was in; -1 for none.
+
+        Returns:
+            The processes.
+
+        Raises:
+            JobEnded: If the job does not go on.
+        """
+        while True:
+            roster = self._wait_for_roster(after)
+            self._store.set(_ready(roster.generation, self.number), "")
+            keys = [_ready(roster.generation, other) for other in roster.members]
+            while self.generation == roster.generation:
+                if self._store.check(keys):
+                    return roster
+                time.sleep(POLL)
+
+    def _wait_for_roster(self, after: int) -> Roster:
+        while True:
+            if self.generation > after:
+                roster = Roster.parse(self._store.get(_roster(self.generation)).decode())
+                if not roster.members:
+                    raise JobEnded
+                if self.number in roster.members:
+                    return roster
+            time.sleep(POLL)
+
+    def wait_for_change(self, generation: int, seconds: float) -> bool:
+        """Wait until the generation is over.
+
+        Args:
+            generation: The generation.
+            seconds: The most seconds to wait.
+
+        Returns:
+            Whether it is over.
+        """
+        deadline = time.monotonic() + seconds
+        while self.generation == generation:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL)
+        return True
+
+    def report_lost(self, roster: Roster, process: int, reason: str) -> None:
+        """Ask the launcher to replace a process that hangs.
+
+        Args:
+            roster: The processes of this generation.
+            process: The position of the process in the roster.
+            reason: Why it is taken for lost.
+        """
+        self._store.set(suspect_key(roster.generation), json.dumps([roster.members[process], reason]))
+
+    def report_progress(self, value: int) -> None:
+        """Tell the launcher how far the job has come.
+
+        Args:
+            value: A number that grows.
+        """
+        self._store.set(PROGRESS, str(value))
+
+
+def publish(store: Store, roster: Roster) -> None:
+    """Begin a generation; the launcher calls it."""
+    store.set(_roster(roster.generation), roster.to_json())
+    store.set(GENERATION, str(roster.generation))
+
+
+def member_number() -> int | None:
+    """Return the number of this process; None in a job whose processes are not replaced."""
+    text = os.environ.get(MEMBER, "")
+    return int(text) if text.isdecimal() else None
+
+
+def is_replacement() -> bool:
+    """Return whether this process was started to replace a lost one, now or later."""
+    return member_number() is not None and REPLACEMENT in os.environ
+
+
+def suspect_key(generation: int) -> str:
+    """Return the key of the report about a process that hangs."""
+    return f"petra/suspect/{generation}"
+
+
+def _roster(generation: int) -> str:
+    return f"petra/roster/{generation}"
+
+
+def _ready(generation: int, member: int) -> str:
+    return f"petra/ready/{generation}/{member}"

@@ -1,0 +1,76 @@
+"""Runs a function in a job, again in every generation of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+
+from petra.distributed.job import GenerationOver, ReportedElsewhere, connect_store, join
+from petra.distributed.membership import JobEnded, Membership, Roster, member_number
+from petra.distributed.snapshots import Snapshots
+from petra.distributed.transport import Transport
+
+Result = TypeVar("Result")
+
+
+def run_in_job(
+    body: Callable[[Transport, Snapshots | None], Result],
+    device: torch.device,
+    *,
+    replicas: int = 1,
+    timeout: float = 300.0,
+    early_exit: tuple[type[BaseException], ...] = (),
+    snapshot_every: int = 0,
+    prepare: Callable[[], object] | None = None,
+) -> Result:
+    """Connect the processes of the job, and call a function in each.
+
+    If the job replaces lost processes, the function is called again in every process when one was lost. It then gets
+    the snapshots of the last call, and continues from them.
+
+    Args:
+        body: The function. It gets the transport of this process, and the snapshots if the job replaces processes.
+        device: The device of this process.
+        replicas: The number of replicas of the pipeline.
+        timeout: The seconds after which a process that makes no progress counts as stuck.
+        early_exit: Exceptions that all processes raise alike to leave early. They do not count as errors.
+        snapshot_every: The most ticks to repeat when a process is lost.
+        prepare: Does what takes time before the process is needed; called by processes that wait.
+
+    Returns:
+        The result of the function.
+    """
+    number = member_number()
+    if number is None:
+        with join(device, replicas=replicas, timeout=timeout, early_exit=early_exit) as transport:
+            return body(transport, None)
+    membership = Membership(connect_store(timedelta(seconds=60 + 4 * timeout))[0], number)
+    snapshots, generation = Snapshots(snapshot_every, membership), -1
+    if prepare is not None:
+        prepare()
+    while True:
+        try:
+            roster = membership.wait(after=generation)
+        except JobEnded:
+            raise ReportedElsewhere from None
+        _become(roster, number)
+        generation = roster.generation
+        try:
+            with join(
+                device, replicas=replicas, timeout=timeout, early_exit=early_exit, generation=(membership, roster)
+            ) as transport:
+                return body(transport, snapshots)
+        except GenerationOver:
+            snapshots.disconnect()
+        gc.collect()  # the network and the optimizers of this generation
+
+
+def _become(roster: Roster, number: int) -> None:
+    """Set the environment variables of this process to those of its position in the roster."""
+    position, size = str(roster.members.index(number)), str(len(roster.members))
+    os.environ.update({"RANK": position, "LOCAL_RANK": position, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})

@@ -1,0 +1,229 @@
+"""Snapshots of the state of every process, in its own memory and in that of a neighbour.
+
+Every process copies its state at the same tick, and sends the copy to a neighbour while training goes on. Once all
+copies have arrived, the snapshot is *complete*, and the one before it is dropped. When a process is lost, all processes
+return to the last complete snapshot.
+
+With replicas, the neighbour is the twin: the process with the same stages in the next replica. It has the same weights,
+so it gets only what differs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from petra.distributed.io_thread import IOThread
+from petra.distributed.membership import Membership
+from petra.distributed.process_transport import ProcessTransport
+from petra.distributed.state_exchange import StateChannel, copied
+from petra.distributed.transport import RankPosition, Transport
+
+State = dict[str, Any]
+"""The state of a process: `run`, `stages` (with `weights` and `flight`), and other values."""
+Part = tuple[int, int]
+"""A rank and a replica."""
+
+
+@dataclass
+class Snapshot:
+    """What one process holds of a snapshot."""
+
+    tick: int
+    ranks: int
+    replicas: int
+    parts: dict[Part, State] = field(default_factory=dict)
+    """The states of processes: its own, and that of its neighbour."""
+
+
+class Snapshots:
+    """The snapshots that this process holds.
+
+    Args:
+        every: The most ticks to repeat when a process is lost; longer if the copies take longer to send.
+        membership: This process in the job.
+    """
+
+    def __init__(self, every: int, membership: Membership) -> None:
+        self.every, self._membership = every, membership
+        self.complete: Snapshot | None = None
+        """The last snapshot that all processes have completed."""
+        self.pending: Snapshot | None = None
+        """A snapshot that is being sent."""
+        self.begun = False
+        """True if the training has begun to write its own files; later generations must not start again."""
+        self._transport: ProcessTransport | None = None
+        self._channels: tuple[StateChannel, StateChannel] | None = None
+        self._threads: tuple[IOThread, IOThread] | None = None
+        self._tasks: list[Future[Any]] = []
+        self._answers: deque[Callable[[], list[float]]] = deque()
+        self._due = 0
+
+    def connect(self, transport: Transport) -> None:
+        """Connect to the neighbours of this generation; all processes call it."""
+        self._transport, self._due = None, 0
+        if self.every and isinstance(transport, ProcessTransport):
+            self._transport = transport
+            to, source = neighbours(transport.position)
+            self._channels = transport.open_ring(to, source)
+            self._threads = IOThread("petra-snapshot-to"), IOThread("petra-snapshot-from")
+
+    def disconnect(self) -> None:
+        """Forget the generation; a snapshot that is not complete is kept, because others may have completed it."""
+        for thread in self._threads or ():
+            thread.close(timeout=2.0)
+        if self.pending is not None and not all(task.done() and not task.exception() for task in self._tasks):
+            self.pending.parts = {part: state for part, state in self.pending.parts.items() if part == self._own}
+        self._transport, self._channels, self._threads = None, None, None
+        self._tasks.clear()
+        self._answers.clear()
+
+    @property
+    def _own(self) -> Part:
+        assert self._transport is not None
+        return self._transport.position.rank, self._transport.position.replica
+
+    def after_tick(self, tick: int, state: Callable[[], State]) -> None:
+        """Take a snapshot if one is due. All processes call it at the same ticks.
+
+        Args:
+            tick: The number of ticks so far.
+            state: Returns the state of this process.
+        """
+        if self._transport is None:
+            return
+        if self.pending is None:
+            if tick >= self._due:
+                self._take(tick, state())
+            return
+        # The answers are read a few ticks later, so that nobody waits for them.
+        self._answers.append(self._transport.maximum_async([0.0 if self._sent() else 1.0]))
+        if len(self._answers) > self._delay and self._answers.popleft()()[0] == 0.0:
+            self.complete, self.pending = self.pending, None
+            self._due = self.complete.tick + max(1, self.every - self._delay - 1)
+            self._answers.clear()
+            if self._transport.position.is_main:
+                self._membership.report_progress(self.complete.tick)
+
+    @property
+    def _delay(self) -> int:
+        assert self._transport is not None
+        return max(2, self._transport.position.ranks)
+
+    def _take(self, tick: int, state: State) -> None:
+        assert self._transport is not None
+        assert self._channels is not None
+        assert self._threads is not None
+        position = self._transport.position
+        own = copied(state)
+        self.pending = Snapshot(tick, position.ranks, position.replicas, {self._own: own})
+        (to, source), parts = self._channels, self.pending.parts
+        neighbour = neighbour_part(position)
+        twins = position.replicas > 1
+
+        def receive() -> None:
+            received = source.receive()
+            parts[neighbour] = with_weights_of(received, own) if twins else received
+
+        sent = without_weights(own) if twins else own
+        self._tasks = [self._threads[0].submit(lambda: to.send(sent)), self._threads[1].submit(receive)]
+
+    def _sent(self) -> bool:
+        if not all(task.done() for task in self._tasks):
+            return False
+        for task in self._tasks:
+            task.result()  # raises the error of a lost connection
+        return True
+
+    def recover(self, transport: Transport) -> tuple[Snapshot | None, bool]:
+        """Find the last snapshot that the processes hold together, and get the parts that this one needs.
+
+        All processes call it at the start of a generation.
+
+        Args:
+            transport: Connects the processes.
+
+        Returns:
+            The snapshot with the parts of this process, or None if there is none; and whether any process has begun.
+        """
+        held = [snapshot for snapshot in (self.pending, self.complete) if snapshot is not None]
+        described = [[s.tick, s.ranks, s.replicas, sorted(map(list, s.parts))] for s in held]
+        reports = transport.gather([self.begun, described])
+        begun = any(report[0] for report in reports)
+        found = _newest([report[1] for report in reports])
+        self.pending = None
+        if found is None:
+            self.complete = None
+            return None, begun
+        tick, ranks, replicas = found
+        own = next((s for s in held if s.tick == tick), Snapshot(tick, ranks, replicas))
+        owners = _owners([report[1] for report in reports], found)
+        self.complete = own
+        restored = Snapshot(tick, ranks, replicas, dict(own.parts))
+        for part, owner in sorted(owners.items()):
+            for process, position in enumerate(transport.positions()):
+                if part in needed(position, ranks, replicas) and [*part] not in _parts(reports[process][1], found):
+                    state = transport.move_state(own.parts.get(part), owner, process)
+                    if state is not None:
+                        restored.parts[part] = state
+        return restored, begun
+
+
+def neighbours(position: RankPosition) -> tuple[Part, Part]:
+    """Return the positions that a process sends its state to, and gets one from."""
+    rank, replica = position.rank, position.replica
+    if position.replicas > 1:
+        return (rank, (replica + 1) % position.replicas), (rank, (replica - 1) % position.replicas)
+    return ((rank + 1) % position.ranks, replica), ((rank - 1) % position.ranks, replica)
+
+
+def neighbour_part(position: RankPosition) -> Part:
+    """Return the position whose state a process holds besides its own."""
+    return neighbours(position)[1]
+
+
+def needed(position: RankPosition, ranks: int, replicas: int) -> list[Part]:
+    """Return the parts of a snapshot of so many ranks that a process needs to continue from it."""
+    if (position.ranks, position.replicas) == (ranks, replicas):
+        return [(position.rank, position.replica)]
+    return [(rank, position.replica) for rank in range(ranks)]  # it may get stages of any rank
+
+
+def without_weights(state: State) -> State:
+    """Return what a twin does not have: everything but the weights and the optimizer."""
+    return {**state, "stages": {index: {"flight": stage["flight"]} for index, stage in state["stages"].items()}}
+
+
+def with_weights_of(state: State, twin: State) -> State:
+    """Return a state from `without_weights` with the weights of a twin."""
+    stages = {index: {**stage, "weights": twin["stages"][index]["weights"]} for index, stage in state["stages"].items()}
+    return {**state, "stages": stages}
+
+
+Description = list[Any]
+"""Tick, ranks, replicas and parts of a snapshot that a process holds."""
+
+
+def _parts(held: list[Description], found: tuple[int, int, int]) -> list[list[int]]:
+    return next((parts for *shape, parts in held if tuple(shape) == found), [])
+
+
+def _owners(reports: list[list[Description]], found: tuple[int, int, int]) -> dict[Part, int]:
+    """Return the first process that holds each part."""
+    owners: dict[Part, int] = {}
+    for process, held in enumerate(reports):
+        for rank, replica in _parts(held, found):
+            owners.setdefault((rank, replica), process)
+    return owners
+
+
+def _newest(reports: list[list[Description]]) -> tuple[int, int, int] | None:
+    """Return tick, ranks and replicas of the last snapshot of which all parts are there."""
+    shapes = sorted({(tick, ranks, replicas) for held in reports for tick, ranks, replicas, _ in held}, reverse=True)
+    for tick, ranks, replicas in shapes:
+        if len(_owners(reports, (tick, ranks, replicas))) == ranks * replicas:
+            return tick, ranks, replicas
+    return None

@@ -1,0 +1,131 @@
+"""Lost processes of `petra train --ranks` are replaced, and the run ends with the weights of an unbroken one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from helpers import fork_server
+from helpers.forked_jobs import FORKED
+
+from petra.distributed import Recovery, launch
+from petra.distributed.launch import Launcher
+
+SMALL = [
+    *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--stages", "4"),
+    *("--data", "synthetic:1x8x8:10:800", "--batch-size", "32", "--epochs", "2", "--lr", "0.05"),
+    *("--warmup-epochs", "1", "--threads", "1", "--device", "cpu", "--quiet", "--checkpoint-epochs", "9"),
+]
+LIMIT = 240
+
+
+def weights(folder):
+    return json.loads((folder / "summary.json").read_text())["weights_sha256"]
+
+
+def job(arguments, fault, log):
+    """The whole job, in a process that can be ended."""
+    from petra.cli.main import main
+
+    os.environ.update({"OMP_NUM_THREADS": "1", "PETRA_FAULT": fault})
+    launch.subprocess = FORKED
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.exit(main([*SMALL, *map(str, arguments)]))
+
+
+def run(folder, *arguments, fault=""):
+    log = folder.with_suffix(".log")
+    process = fork_server.start(job, [*arguments, "--out", folder], fault, str(log))
+    process.join(LIMIT)
+    said = log.read_text()
+    process.kill()
+    assert process.exitcode == 0, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run(folder)
+    return weights(folder)
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize(
+    ("arguments", "fault", "says"),
+    [
+        (("--ranks", 2), "kill:1:17", "process 1 was ended by SIGKILL: another one takes its place"),
+        (("--ranks", 2, "--spares", 1), "kill:0:3", "process 0 was ended by SIGKILL: another one takes its place"),
+        (("--ranks", 2, "--timeout", 2), "stop:0:17", "rank 0 is gone or stuck"),
+        (("--ranks", 2, "--timeout", 2), "hang:1:30", "rank 1 is stuck in tick"),
+        (("--ranks", 4, "--replacements", 0), "kill:2:20", "the other processes take over its stages"),
+        (("--ranks", 2, "--replacements", 0), "kill:1:20", "the other processes take over its stages"),
+        (("--ranks", 4), "kill:1:25,kill:3:25", "another one takes its place"),
+        (("--ranks", 4), "kill:1:25,kill:2:25", "another one takes its place"),
+    ],
+)
+def test_a_lost_process_is_replaced(arguments, fault, says, alone, tmp_path):
+    said = run(tmp_path / "run", *arguments, "--snapshot-every", 10, fault=fault)
+    assert says in said
+    assert weights(tmp_path / "run") == alone
+
+
+@pytest.mark.timeout(LIMIT)
+def test_a_lost_replica_gets_its_weights_from_its_twin(tmp_path):
+    run(tmp_path / "unbroken", "--ranks", 2, "--replicas", 2)
+    said = run(tmp_path / "run", "--ranks", 2, "--replicas", 2, "--snapshot-every", 10, fault="kill:1:17")
+    assert said.count("takes its place") >= 1
+    assert weights(tmp_path / "run") == weights(tmp_path / "unbroken")
+
+
+class TestLauncher:
+    """The decisions of the launcher, with processes that do nothing."""
+
+    def launcher(self, monkeypatch, script, processes=2, replicas=1, **recovery):
+        def start(command, env, start_new_session):
+            return subprocess.Popen(["sh", "-c", script], env=env)
+
+        monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
+        return Launcher([], processes, replicas, Recovery(**recovery))
+
+    def test_a_job_without_progress_ends(self, monkeypatch, capfd):
+        launcher = self.launcher(monkeypatch, 'if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi')
+        monkeypatch.setattr(launch, "PATIENCE", 0.1)
+        assert launcher.run() == 1
+        launcher.kill_all()
+        said = capfd.readouterr().err
+        assert said.count("another one takes its place") == 3
+        assert "the job ends, because it has lost 4 processes without progress; --resume continues" in said
+
+    def test_without_replacements_and_with_too_few_processes_for_the_replicas_it_ends(self, monkeypatch, capfd):
+        script = 'if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi'
+        launcher = self.launcher(monkeypatch, script, replicas=2, replacements=0)
+        monkeypatch.setattr(launch, "PATIENCE", 0.1)
+        assert launcher.run() == 1
+        launcher.kill_all()
+        assert "no process can take over" in capfd.readouterr().err
+
+    def test_an_error_of_a_process_is_not_a_loss(self, monkeypatch, capfd):
+        launcher = self.launcher(monkeypatch, 'if [ "$RANK" = 0 ]; then exit 2; else exit 1; fi')
+        assert launcher.run() == 2
+        assert capfd.readouterr().err == ""
+
+    def test_after_a_signal_nothing_is_replaced(self, monkeypatch, capfd):
+        launcher = self.launcher(monkeypatch, "exec sleep 100")
+        monkeypatch.setattr(launch, "PATIENCE", 0.1)
+        start = launcher._start
+
+        def start_and_stop():
+            number = start()
+            if number == 1:
+                launcher.stop(signal.SIGTERM, None)
+            return number
+
+        monkeypatch.setattr(launcher, "_start", start_and_stop)
+        assert launcher.run() == 130
+        launcher.kill_all()
+        assert "takes its place" not in capfd.readouterr().err

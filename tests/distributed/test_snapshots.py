@@ -1,0 +1,156 @@
+"""Snapshots: what is sent between processes arrives unchanged, and all agree on the last one that is complete."""
+
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petra.distributed import RankPosition, Snapshots
+from petra.distributed.membership import JobEnded, Membership, Roster, publish
+from petra.distributed.snapshots import Snapshot, needed, neighbours, with_weights_of, without_weights
+from petra.distributed.state_exchange import StateChannel, copied
+
+
+class DictStore(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+def sent(state):
+    """A state after it went through a channel."""
+    wire = deque()
+    StateChannel(lambda t: wire.append(t.clone())).send(state)
+    received = StateChannel(lambda t: t.copy_(wire.popleft())).receive()
+    assert not wire
+    return received
+
+
+def test_a_state_arrives_with_its_bits_layouts_and_plain_values():
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    state = {
+        "stages": {0: {"images": images, "none": None, "shape": torch.Size([2, 3])}, 3: [torch.tensor(True), 1.5]},
+        "half": torch.randn(7).bfloat16(),
+        "empty": torch.zeros(0, 3),
+        "count": torch.tensor(5),
+        "dtype": torch.float64,
+        "row": torch.randn(4, 6)[:, 2],
+        "expanded": torch.randn(1, 3).expand(4, 3),
+    }
+    received = sent(copied(state))
+    assert received["stages"][0]["images"].stride() == images.stride()
+    assert received["stages"][0]["shape"] == torch.Size([2, 3])
+    assert received["dtype"] is torch.float64
+    for name in ("half", "empty", "count", "row", "expanded"):
+        assert received[name].dtype == state[name].dtype
+        assert torch.equal(received[name], state[name])
+    assert torch.equal(received["stages"][0]["images"], images)
+    assert received["stages"][3][0].item() is True
+
+
+def test_a_copy_shares_no_memory():
+    state = {"weights": torch.zeros(3), "nested": [torch.zeros(2)]}
+    copy = copied(state)
+    state["weights"].add_(1)
+    state["nested"][0].add_(1)
+    assert not copy["weights"].any()
+    assert not copy["nested"][0].any()
+
+
+@given(ranks=st.integers(1, 5), replicas=st.integers(1, 4))
+def test_every_process_has_one_neighbour_that_holds_its_state(ranks, replicas):
+    positions = [RankPosition(a, ranks, b, replicas) for a in range(ranks) for b in range(replicas)]
+    to = {(p.rank, p.replica): neighbours(p)[0] for p in positions}
+    assert sorted(to.values()) == sorted(to)
+    for p in positions:
+        assert to[neighbours(p)[1]] == (p.rank, p.replica)
+        if replicas > 1:
+            assert to[p.rank, p.replica][0] == p.rank  # a twin, which has the same weights
+
+
+def test_a_twin_adds_its_weights():
+    state = {"run": 1, "stages": {2: {"weights": "shared", "flight": "own"}}}
+    twin = {"run": 2, "stages": {2: {"weights": "shared", "flight": "other"}}}
+    assert without_weights(state) == {"run": 1, "stages": {2: {"flight": "own"}}}
+    assert with_weights_of(without_weights(state), twin) == state
+
+
+@pytest.mark.parametrize(
+    ("lost", "tick"), [([], 20), ([1], 20), ([1, 3], 20), ([0, 1], None), ([3, 0], None), ([0, 1, 2, 3], None)]
+)
+def test_the_last_snapshot_that_is_complete_counts(lost, tick):
+    """Four ranks hold snapshots of ticks 10 and 20, each its own state and that of the rank before it."""
+    reports = []
+    for rank in range(4):
+        parts = [[rank, 0], [(rank - 1) % 4, 0]]
+        held = [] if rank in lost else [[20, 4, 1, parts], [10, 4, 1, parts]]
+        reports.append([True, held])
+    found, begun = recovered(reports, 0)
+    assert (found.tick if found else None) == tick
+    assert begun
+
+
+def test_a_snapshot_that_has_not_arrived_everywhere_does_not_count():
+    """Rank 1 is lost while its last copy is on its way."""
+    old = [[[0, 0], [1, 0]], [[1, 0], [0, 0]]]
+    reports = [[True, [[20, 2, 1, [[0, 0]]], [10, 2, 1, old[0]]]], [False, []]]
+    found, begun = recovered(reports, 0)
+    assert found.tick == 10
+    assert begun
+
+
+def recovered(reports, process):
+    class Transport:
+        position = RankPosition(process, len(reports))
+
+        def gather(self, value):
+            return reports
+
+        def positions(self):
+            return [RankPosition(rank, len(reports)) for rank in range(len(reports))]
+
+        def move_state(self, state, source, to):
+            return {"moved": source} if to == process else None
+
+    snapshots = Snapshots(50, Membership(DictStore(), 0))
+    for tick, ranks, replicas, parts in reports[process][1]:
+        snapshot = Snapshot(tick, ranks, replicas, {tuple(part): {} for part in parts})
+        if tick == 20:
+            snapshots.pending = snapshot
+        else:
+            snapshots.complete = snapshot
+    return snapshots.recover(Transport())
+
+
+def test_other_ranks_need_the_parts_of_all_ranks():
+    assert needed(RankPosition(1, 2, 0, 1), 2, 1) == [(1, 0)]
+    assert needed(RankPosition(1, 2, 1, 2), 3, 2) == [(0, 1), (1, 1), (2, 1)]
+
+
+class TestMembership:
+    def test_a_process_waits_for_a_roster_with_itself_and_for_all_others(self):
+        store = DictStore()
+        publish(store, Roster(0, (0, 1)))
+        publish(store, Roster(1, (0, 2)))
+        store["petra/ready/1/0"] = b""
+        assert Membership(store, 2).wait(after=-1) == Roster(1, (0, 2))
+
+    def test_the_end_of_a_job_ends_the_processes_that_wait(self):
+        store = DictStore()
+        publish(store, Roster(3, ()))
+        with pytest.raises(JobEnded):
+            Membership(store, 2).wait(after=2)
+
+    def test_a_generation_that_stays_is_waited_for_no_longer_than_asked(self):
+        store = DictStore()
+        publish(store, Roster(0, (0, 1)))
+        assert not Membership(store, 0).wait_for_change(0, 0.05)
+        publish(store, Roster(1, (0, 2)))
+        assert Membership(store, 0).wait_for_change(0, 0.05)
