@@ -171,9 +171,8 @@ class Checkpoints:
         """Remove what is older than the checkpoints to keep, and what is newer from before a resumption."""
         kept = self._complete(number)[-self._keep :]
         for path in _all(self.folder):
-            if int(path.name) <= number and int(path.name) not in kept:
-                remove_checkpoint(path)
-            elif int(path.name) > number + 1:  # which ranks may already be writing
+            old = int(path.name) <= number and int(path.name) not in kept
+            if old or int(path.name) > number + 1:  # ranks may already be writing the next one
                 remove_checkpoint(path)
 
     def _complete(self, last: int | None = None) -> list[int]:
