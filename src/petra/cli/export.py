@@ -63,8 +63,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         description="Writes the network of a run: its weights as safetensors or as a checkpoint of "
-        "torch.distributed.checkpoint (dcp), a checkpoint of the run with the state of its optimizers, also while it is "
-        "being trained (dcp-checkpoint), or its forward pass in evaluation mode as a program of torch.export or an "
+        "torch.distributed.checkpoint (dcp), a checkpoint of the run with the state of its optimizers, finished or not "
+        "(dcp-checkpoint), or its forward pass in evaluation mode as a program of torch.export or an "
         "ONNX model, for a batch of any size.",
         epilog="Example: petra export runs/digits --format onnx",
     )
