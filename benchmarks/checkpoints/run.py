@@ -33,6 +33,7 @@ def make_trainer(transport, width, layers):
     network = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
     return Trainer(
         network,
+        method="backprop",
         loss=cross_entropy,
         optimizer=lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9),
         stages=STAGES,
@@ -97,6 +98,8 @@ def measure_ranks(ranks, width, layers, repeats):
     results = context.SimpleQueue()
     threads = max(1, torch.get_num_threads() // ranks)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # on a disk, not in memory
+        if ranks == 1:
+            return measure(SingleProcess(), Path(folder), width, layers, repeats)
         given = (ranks, Path(folder), results, threads, width, layers, repeats)
         processes = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(ranks)]
         for process in processes:
