@@ -116,7 +116,7 @@ class Run(TrainingLoop):
         transport.gather(None)  # no rank writes before all have read their files and found no error
         if transport.position.is_main:
             self._prepare_folder(folder, checkpoints, overwrite)
-        if from_checkpoint is not None:
+        if resumed and from_checkpoint is not None:
             progress = self._rewind(folder, checkpoints, progress)
         super().__init__(
             trainer,
