@@ -72,6 +72,14 @@ def test_optimizers_are_compared_in_a_smoke_run_that_stores_nothing(tmp_path, ca
     assert not (tmp_path / "result.json").exists()
 
 
+def test_the_stall_of_a_checkpoint_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (module,) = import_scripts("benchmarks/checkpoints", "run")
+    module.main(["--smoke", "--out", str(tmp_path / "result.json")])
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "1"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_the_input_pipeline_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monkeypatch, capsys):
     (module,) = import_scripts("benchmarks/input_pipeline", "run")

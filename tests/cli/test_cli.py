@@ -182,7 +182,7 @@ def test_tensorboard_shows_what_the_run_has_come_to_once(tmp_path, monkeypatch):
     assert train(*command, "--epochs", 1) == 0
     save = Run._save
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_save", lambda run: save(run) if run.progress.epoch < 2 else run.nothing)
+        patch.setattr(Run, "_save", lambda run, wait: save(run, wait) if run.progress.epoch < 2 else run.nothing)
         assert train(*command, "--overwrite") == 1  # with both epochs written down, and one of them in a checkpoint
     assert train(*command, "--resume") == 0
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

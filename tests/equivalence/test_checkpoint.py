@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from petra import METHODS, Network, ReversibleBlock, Trainer
 from petra.distributed import SingleProcess
 from petra.trainer import checkpoint
+from petra.trainer.checkpoint_folder import Checkpoints, remove_all
 
 pytestmark = pytest.mark.slow
 
@@ -120,31 +121,31 @@ def test_nothing_is_left_of_one_that_was_killed_while_writing(tmp_path):
     for name in ("latest.json", "latest.json.tmp", "000001/run.pt", "000002/stage0.pt.tmp"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    checkpoint.remove_all(folder)
+    remove_all(folder)
     assert not folder.exists()
 
 
 def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
     """Whatever was called less than the next one lost its files."""
-    checkpoints = checkpoint.Checkpoints(tmp_path, SingleProcess())
+    checkpoints = Checkpoints(tmp_path, SingleProcess())
     checkpoints.save({}, {})
     kept = shutil.copytree(tmp_path / "000001", tmp_path / "000001-kept")
     checkpoints.save({}, {})
-    checkpoint.remove_all(tmp_path)
+    remove_all(tmp_path)
     assert (kept / "run.pt").exists()
     assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_a_first_one_that_was_cut_off_does_not_count(tmp_path):
     checkpoint.save(tmp_path / "000001" / "stage0.pt", {})
-    assert not checkpoint.Checkpoints(tmp_path, SingleProcess()).exist()
+    assert not Checkpoints(tmp_path, SingleProcess()).exist()
     checkpoint.save(tmp_path / "000002" / "stage0.pt", {})
     with pytest.raises(ValueError, match=r"latest\.json is missing, but .*000002 is"):
-        checkpoint.Checkpoints(tmp_path, SingleProcess())
+        Checkpoints(tmp_path, SingleProcess())
 
 
 def test_what_another_rank_writes_of_the_next_one_stays(tmp_path):
-    checkpoints = checkpoint.Checkpoints(tmp_path, SingleProcess())
+    checkpoints = Checkpoints(tmp_path, SingleProcess())
     checkpoints.save({}, {})
     checkpoint.save(tmp_path / "000003" / "stage1.pt", {})
     checkpoints.save({}, {})

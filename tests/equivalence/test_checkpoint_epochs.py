@@ -25,9 +25,9 @@ class Watched(Run):
 
     dies_in = None
 
-    def _save(self):
+    def _save(self, wait=True):
         self.saved = [*getattr(self, "saved", []), self.progress.epoch]
-        super()._save()
+        super()._save(wait)
 
     def _tick(self, *arguments):
         if self.progress.epoch == self.dies_in and self.progress.batch == 2:

@@ -356,6 +356,7 @@ def test_a_run_resumes_with_other_stages(tmp_path):
     changes = {"corrections": ("predict", "shrink:0.9")}
     half = make_run(tmp_path / "run", **changes)
     half._epoch(threading.Event())
+    half._finish_save()
     assert half.trainer.executor.in_flight
     assert json.loads((tmp_path / "run" / "config.json").read_text())["corrections"] == ["predict", "shrink:0.9"]
     with pytest.raises(ValueError, match="the checkpoint was written with corrections"):

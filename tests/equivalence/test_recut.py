@@ -19,7 +19,7 @@ from petra.distributed import SingleProcess, run_together
 from petra.pipeline import Diverged
 from petra.schedule import Kind
 from petra.trainer import checkpoint
-from petra.trainer.checkpoint import Checkpoints
+from petra.trainer.checkpoint_folder import Checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,7 @@ def half_way(tmp_path_factory):
     folder = tmp_path_factory.mktemp("half") / "run"
     run = make(folder)
     run._epoch(threading.Event())
+    run._finish_save()
     assert run.trainer.executor.in_flight
     run.progress.count(run.trainer.drain())
     run.progress.read()
@@ -419,6 +420,6 @@ def test_the_time_of_checkpoints_is_not_that_of_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr("petra.trainer.progress.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(run, "_tick", lambda x, y, weight: takes(1.0, []))
-    monkeypatch.setattr(run, "_save", lambda: takes(100.0, None))
+    monkeypatch.setattr(run, "_save", lambda wait: takes(100.0, None))
     run._epoch(threading.Event())
     assert run.progress.seconds == len(run.train) < now[0] / 50

@@ -1,9 +1,9 @@
 """Fault injection: a rank dies, hangs, or cannot write.
 
 `PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`,
-`hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way) and
-`full-disk` (from that tick on, writing checkpoints fails). A job that torchrun has restarted has no fault, nor has a
-process that replaces a lost one.
+`hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way),
+`full-disk` (from that tick on, writing checkpoints fails) and `slow-disk` (from that tick on, it takes a second per
+file). A job that torchrun has restarted has no fault, nor has a process that replaces a lost one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from petra.schedule import Action
 from petra.trainer import checkpoint
 from petra.trainer.trainer import Trainer
 
-KINDS = ("kill", "hang", "stop", "corrupt", "full-disk")
+KINDS = ("kill", "hang", "stop", "corrupt", "full-disk", "slow-disk")
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def _fail(trainer: Trainer, kind: str) -> None:
         _corrupt_next(trainer.transport)
     elif kind == "full-disk":
         checkpoint.write_atomically = _fill(checkpoint.write_atomically)  # type: ignore[assignment]
+    elif kind == "slow-disk":
+        checkpoint.write_atomically = before_writing(lambda path: time.sleep(1.0))  # type: ignore[assignment]
 
 
 def _corrupt_next(transport: ProcessTransport) -> None:
@@ -127,6 +129,19 @@ class FullDisk:
 
     def flush(self) -> None:
         self._file.flush()
+
+
+def before_writing(
+    wait: Callable[[Path], object],
+) -> Callable[[Path, Callable[[IO[bytes]], object]], None]:
+    """`write_atomically` after a call of ``wait`` with the path of the file."""
+    write_atomically = checkpoint.write_atomically
+
+    def slow(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+        wait(path)
+        write_atomically(path, write)
+
+    return slow
 
 
 def _fill(

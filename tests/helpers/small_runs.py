@@ -22,8 +22,9 @@ CONFIG = RunConfig(
 DATA = load_data("digits", seed=0)
 
 
-def make(folder, transport=None, resume=False, **changes):
-    run = Run(replace(CONFIG, **changes), folder, transport=transport, resume=resume, quiet=True, data=DATA)
+def make(folder, transport=None, resume=False, from_checkpoint=None, **changes):
+    options = {"transport": transport, "resume": resume, "from_checkpoint": from_checkpoint}
+    run = Run(replace(CONFIG, **changes), folder, **options, quiet=True, data=DATA)
     OPEN.append(run)
     return run
 

@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 
 import petra
 from petra.cli.main import main
+from petra.distributed import SingleProcess
+from petra.trainer.checkpoint_folder import Checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +62,42 @@ def test_weights(digits, tmp_path):
     for name, value in weights.items():
         assert torch.equal(state[name], value)
         assert torch.equal(saved[name], value)
+
+
+def test_a_checkpoint_with_its_optimizer_is_read_by_plain_pytorch(digits, tmp_path):
+    """The momentum and settings of every parameter, under its name, go into an optimizer of PyTorch."""
+    import torch.distributed.checkpoint as dcp
+
+    assert export(digits, "--format", "dcp-checkpoint", "--out", tmp_path / "dcp") == 0
+    network = petra.load(digits)
+    expected = {name: value.clone() for name, value in network.state_dict().items()}
+    names = [name for name, _ in network.named_parameters()]
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9)
+    state = {
+        "model": {name: torch.zeros_like(value) for name, value in expected.items()},
+        "optimizer": {
+            "state": {name: {"momentum_buffer": torch.zeros_like(p)} for name, p in network.named_parameters()},
+            "settings": {name: {"lr": 0.0, "momentum": 0.0} for name in names},
+        },
+        "progress": {"microbatches": 0},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is one process
+        dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    assert all(torch.equal(state["model"][name], value) for name, value in expected.items())
+    checkpoints = Checkpoints(digits / "checkpoint", SingleProcess())
+    for stage in range(3):
+        for name, saved in checkpoints.stage(stage)["weights"]["optimizer"]["state"].items():
+            assert torch.equal(state["optimizer"]["state"][name]["momentum_buffer"], saved["momentum_buffer"])
+            assert saved["momentum_buffer"].any()
+    assert state["progress"]["microbatches"] == checkpoints.run()["progress"]["microbatches"] > 0
+    assert all(settings["momentum"] == 0.9 for settings in state["optimizer"]["settings"].values())
+    states = {i: state["optimizer"]["state"][name] for i, name in enumerate(names)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+    buffers = [optimizer.state[p]["momentum_buffer"] for p in network.parameters()]
+    assert all(buffer.any() for buffer in buffers)
+    assert export(digits, "--format", "dcp", "--checkpoint", 3, "--out", tmp_path / "other") == 2
+    assert export(digits, "--format", "dcp-checkpoint", "--checkpoint", 77, "--out", tmp_path / "other") == 2
 
 
 def test_language_models(tmp_path):

@@ -12,13 +12,20 @@ import torch
 from torch import Tensor
 
 from petra.cli.options import add_options
+from petra.integrations.checkpoint_export import export_checkpoint
 from petra.integrations.export import export_onnx, export_program, save_distributed, save_safetensors
 from petra.runs.config import RunConfig
 from petra.runs.option_fields import check_values, option
 from petra.runs.run_folder import CONFIG
 from petra.runs.trained_network import NetworkSpec, load
 
-SUFFIXES = {"safetensors": ".safetensors", "dcp": "-dcp", "torch-export": ".pt2", "onnx": ".onnx"}
+SUFFIXES = {
+    "safetensors": ".safetensors",
+    "dcp": "-dcp",
+    "dcp-checkpoint": "-checkpoint-dcp",
+    "torch-export": ".pt2",
+    "onnx": ".onnx",
+}
 """The formats, and the end of the default names of their files or folders."""
 
 
@@ -28,8 +35,18 @@ class ExportOptions:
 
     folder: Path = option(help="folder of `petra train`", metavar="FOLDER", positional=True)
     format: str = option("safetensors", help="format of the file", choices=tuple(SUFFIXES))
+    checkpoint: int | None = option(
+        None,
+        help="number of the checkpoint, for dcp-checkpoint",
+        metavar="N",
+        minimum=1,
+        default_text="the last one",
+    )
     out: Path | None = option(
-        None, help="file to write; a folder for dcp", metavar="PATH", default_text="network.* in the folder of the run"
+        None,
+        help="file to write; a folder for dcp and dcp-checkpoint",
+        metavar="PATH",
+        default_text="network.* in the folder of the run",
     )
     image_size: int | None = option(
         None,
@@ -46,7 +63,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         description="Writes the network of a run: its weights as safetensors or as a checkpoint of "
-        "torch.distributed.checkpoint (dcp), or its forward pass in evaluation mode as a program of torch.export or an "
+        "torch.distributed.checkpoint (dcp), a checkpoint of the run with the state of its optimizers, finished or not "
+        "(dcp-checkpoint), or its forward pass in evaluation mode as a program of torch.export or an "
         "ONNX model, for a batch of any size.",
         epilog="Example: petra export runs/digits --format onnx",
     )
@@ -57,10 +75,16 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Write the file."""
     check_values(ExportOptions, vars(options))
-    network, spec = load(options.folder), NetworkSpec.read(options.folder)
+    if options.checkpoint is not None and options.format != "dcp-checkpoint":
+        raise ValueError(f"--checkpoint is {options.checkpoint}, but --format is {options.format}: give dcp-checkpoint")
     out = options.out or options.folder / f"network{SUFFIXES[options.format]}"
     if out.exists():
         raise ValueError(f"{out} exists: delete it, or give another --out")
+    if options.format == "dcp-checkpoint":
+        export_checkpoint(options.folder, out, options.checkpoint)
+        print(f"checkpoint in {out}")
+        return
+    network, spec = load(options.folder), NetworkSpec.read(options.folder)
     if options.format == "safetensors":
         metadata = {"model": spec.model, "arguments": json.dumps(spec.arguments)}
         save_safetensors(network, out, metadata)

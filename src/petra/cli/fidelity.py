@@ -62,7 +62,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Train and measure; print, write and draw the means."""
     check_values(FidelityOptions, vars(options))
-    may_change = ("checkpoint_every", "checkpoint_epochs", "data")
+    may_change = ("checkpoint_every", "checkpoint_epochs", "keep", "data")
     config, folder = configure(options, may_change, prefix="fidelity-")
     reject_processes("gradients are compared in one process")
     if not (options.resume or options.overwrite):

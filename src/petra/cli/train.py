@@ -83,6 +83,14 @@ class ProcessOptions:
         metavar="N",
         minimum=0,
     )
+    from_checkpoint: int | None = option(
+        None,
+        help="with --resume: continue from this checkpoint, such as 12 for checkpoint/000012, instead of the last one; "
+        "newer ones no longer count",
+        group=WHERE,
+        metavar="N",
+        minimum=1,
+    )
     dry_run: bool = option(
         False,
         help="print stages, staleness, and predicted memory and time, and do not train",
@@ -120,11 +128,15 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train, and print the result."""
     check_values(ProcessOptions, vars(options))
+    if options.from_checkpoint is not None and not options.resume:
+        raise ValueError(f"--from-checkpoint is {options.from_checkpoint} without --resume: give --resume, too")
     if not options.resume:
         asked = given(options)  # --config may set the recipe
         folder = options.out or _default_folder(RunConfig.from_options(options.recipe, asked))
         if started_by_this_job(folder):  # torchrun has restarted it
             options.resume, options.overwrite, options.out = True, False, folder
+    elif options.out is not None and started_by_this_job(options.out):
+        options.from_checkpoint = None  # it has continued from there already
     config, folder = configure(options)
     ranks = _ranks(options, config)
     if options.dry_run:
@@ -153,6 +165,7 @@ def run(options: argparse.Namespace) -> int:
             config,
             folder,
             resume=options.resume,
+            from_checkpoint=options.from_checkpoint,
             overwrite=options.overwrite,
             device=device,
             data=data[0],

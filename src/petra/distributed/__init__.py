@@ -2,6 +2,7 @@
 
 Start with `transport.py`, the interface of communication, and `rank_mailbox.py`, the messages of the stages of a rank.
 
+- `recent_maximum.py` shares numbers between processes without waiting.
 - `process_transport.py` implements the interface with torch.distributed. Each channel has an I/O thread
   (`io_thread.py`), each message a header (`message_header.py`), and freed memory stays with the process (`malloc.py`).
 - `thread_transport.py` implements it for ranks that are threads of one process.
@@ -15,6 +16,7 @@ from petra.distributed.job import JobFailed, ReportedElsewhere, join
 from petra.distributed.launch import Recovery, launch_ranks
 from petra.distributed.process_transport import LostRank, ProcessTransport
 from petra.distributed.rank_mailbox import RankMailbox
+from petra.distributed.recent_maximum import RecentMaximum
 from petra.distributed.resilient import run_in_job
 from petra.distributed.snapshots import Snapshot, Snapshots
 from petra.distributed.thread_transport import run_together
@@ -26,6 +28,7 @@ __all__ = [
     "ProcessTransport",
     "RankMailbox",
     "RankPosition",
+    "RecentMaximum",
     "Recovery",
     "ReportedElsewhere",
     "SingleProcess",

@@ -114,7 +114,7 @@ class ProcessTransport(Transport):
         # For each recent tick: receiving ranks, and functions that wait until the message has left.
         self._pending_sends: deque[list[tuple[int, Callable[[], None]]]] = deque([[]])
         _transports.add(self)
-        self._pending_flags: deque[tuple[dist.Work, Tensor]] = deque()
+        self.latency = max(4, shape[0])
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         with self._connected(None, "connect to"):
@@ -328,19 +328,6 @@ class ProcessTransport(Transport):
     def _number(self, rank: int, replica: int) -> int:
         """Return the number of the process at a position."""
         return rank * self.position.replicas + replica
-
-    def any_rank_async(self, flag: bool) -> bool:
-        # The answer is read a few ticks later, when all processes have contributed to it, so that nobody waits.
-        combined = torch.tensor([int(flag)])
-        with self.activity.waiting(None), self._connected(None, "receive from"):
-            work = dist.all_reduce(combined, dist.ReduceOp.MAX, group=self._flags_group, async_op=True)
-            assert work is not None
-            self._pending_flags.append((work, combined))
-            if len(self._pending_flags) <= max(4, self.position.ranks):
-                return False
-            work, combined = self._pending_flags.popleft()
-            work.wait()
-        return bool(combined)
 
     def maximum_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
         combined = torch.tensor(values, dtype=torch.float64)

@@ -19,8 +19,9 @@ from typing import Any
 from petra.distributed.io_thread import IOThread
 from petra.distributed.membership import Membership
 from petra.distributed.process_transport import ProcessTransport
-from petra.distributed.state_exchange import StateChannel, copied
+from petra.distributed.state_exchange import StateChannel
 from petra.distributed.transport import RankPosition, Transport
+from petra.pipeline.host_state import HostBuffers, copy_to_host
 
 State = dict[str, Any]
 """The state of a process: `run`, `stages` (with `weights` and `flight`), and other values."""
@@ -37,6 +38,8 @@ class Snapshot:
     replicas: int
     parts: dict[Part, State] = field(default_factory=dict)
     """The states of processes: its own, and that of its neighbour."""
+    buffers: HostBuffers | None = None
+    """The memory of its own state."""
 
 
 class Snapshots:
@@ -61,6 +64,7 @@ class Snapshots:
         self._tasks: list[Future[Any]] = []
         self._answers: deque[Callable[[], list[float]]] = deque()
         self._due = 0
+        self._buffers = [HostBuffers(), HostBuffers()]
 
     def connect(self, transport: Transport) -> None:
         """Connect to the neighbours of this generation; all processes call it."""
@@ -118,8 +122,11 @@ class Snapshots:
         assert self._channels is not None
         assert self._threads is not None
         position = self._transport.position
-        own = copied(state)
-        self.pending = Snapshot(tick, position.ranks, position.replicas, {self._own: own})
+        used = None if self.complete is None else self.complete.buffers
+        buffers = next(one for one in self._buffers if one is not used)
+        copy = copy_to_host(state, buffers)
+        own = copy.state
+        self.pending = Snapshot(tick, position.ranks, position.replicas, {self._own: own}, buffers)
         (to, source), parts = self._channels, self.pending.parts
         neighbour = neighbour_part(position)
         twins = position.replicas > 1
@@ -128,8 +135,11 @@ class Snapshots:
             received = source.receive()
             parts[neighbour] = with_weights_of(received, own) if twins else received
 
-        sent = without_weights(own) if twins else own
-        self._tasks = [self._threads[0].submit(lambda: to.send(sent)), self._threads[1].submit(receive)]
+        def send() -> None:
+            copy.wait()
+            to.send(without_weights(own) if twins else own)
+
+        self._tasks = [self._threads[0].submit(send), self._threads[1].submit(receive)]
 
     def _sent(self) -> bool:
         if not all(task.done() for task in self._tasks):

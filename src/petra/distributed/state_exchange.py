@@ -60,12 +60,6 @@ class StateChannel:
         return state
 
 
-def copied(state: Any) -> Any:
-    """Return a copy of a state in host memory, of which no tensor shares memory with the original."""
-    with torch.no_grad():
-        return tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)
-
-
 def _outline(tensor: Tensor) -> Tensor:
     """Return a tensor of one number with the shape and dtype of another."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

@@ -60,6 +60,8 @@ class Transport(ABC):
         """The current activity of this process, for the watchdog and for error messages."""
         self.sent = Counter[tuple[int, str]]()
         """Bytes of tensors sent, by receiving rank and kind of action ("F" or "B")."""
+        self.latency = 0
+        """The ticks after which all processes have taken part in an asynchronous operation."""
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - optional
         """Open the channels that are not open yet. All processes call it with the same pairs.
@@ -140,17 +142,6 @@ class Transport(ABC):
             The state in the process that receives, None in the others.
         """
         raise AssertionError("there is no other process")
-
-    def any_rank_async(self, flag: bool) -> bool:
-        """Tell all processes that one of them has set a flag. All processes call it once per tick.
-
-        Args:
-            flag: The flag of this process.
-
-        Returns:
-            Whether any process set its flag in a recent call. All processes get True in the same call.
-        """
-        return any(self.gather(flag))
 
     def maximum_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Start to find the largest of the values of all processes. All processes call it in the same tick.

@@ -38,6 +38,7 @@ from petra.trainer.validation import DEFAULT_STAGES, choose_corrections
 MAY_CHANGE = (
     "checkpoint_every",
     "checkpoint_epochs",
+    "keep",
     "save_best",
     "stages",
     "schedule",
@@ -62,6 +63,7 @@ ADDED = (
     "min_delta",
     "monitor",
     "save_best",
+    "keep",
 )
 """Options that the `config.json` of an older run may lack; it had their defaults."""
 
@@ -262,6 +264,7 @@ class RunConfig(RunOptions):
             log_every=self.log_every,
             checkpoint_every=self.checkpoint_every,
             checkpoint_epochs=self.checkpoint_epochs,
+            keep=self.keep,
             patience=self.patience,
             min_delta=self.min_delta,
             monitor=self.monitor,

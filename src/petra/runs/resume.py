@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from petra.distributed import RankPosition, Snapshot, Transport, run_together
 from petra.pipeline import Diverged, MicrobatchResult
 from petra.runs.trainer_setup import TrainerSetup
-from petra.trainer.checkpoint import Checkpoints
+from petra.trainer.checkpoint_folder import Checkpoints
 from petra.trainer.progress import RunProgress
 from petra.trainer.schedules import IN_FLIGHT
 from petra.trainer.trainer import Trainer

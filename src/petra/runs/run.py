@@ -35,9 +35,9 @@ from petra.runs.trained_network import NetworkSpec, vocabulary_files
 from petra.runs.trainer_setup import TrainerSetup, config_warnings
 from petra.runs.weight_files import file_hashes, same_weights
 from petra.trainer import checkpoint
-from petra.trainer.best_weights import AVERAGE
+from petra.trainer.best_weights import AVERAGE, forget_newer
 from petra.trainer.callbacks import Callback
-from petra.trainer.checkpoint import Checkpoints
+from petra.trainer.checkpoint_folder import Checkpoints
 from petra.trainer.evaluation import Evaluation
 from petra.trainer.loop import TrainingLoop
 from petra.trainer.loss import cross_entropy
@@ -56,6 +56,7 @@ class Run(TrainingLoop):
         config: The options that decide the result.
         folder: The folder of the run.
         resume: Continue from the last checkpoint, if there is one.
+        from_checkpoint: With `resume`, the number of the checkpoint to continue from; None for the last one.
         overwrite: Replace a run that is in the folder.
         device: The device to train on.
         callbacks: Called at the events of the training, such as loggers.
@@ -78,6 +79,7 @@ class Run(TrainingLoop):
         folder: Path,
         *,
         resume: bool = False,
+        from_checkpoint: int | None = None,
         overwrite: bool = False,
         device: str | torch.device = "cpu",
         callbacks: Sequence[Callback] = (),
@@ -95,12 +97,15 @@ class Run(TrainingLoop):
         snapshot = None
         if snapshots is not None:
             snapshot, begun = snapshots.recover(transport)
-            resume, overwrite = resume or begun, overwrite and not begun
+            if begun:
+                resume, overwrite, from_checkpoint = True, False, None
         if not (resume or overwrite):
             check_no_run(folder, "--resume to continue it")
         transport.check_agreement(config.to_json())
         self._load_data(data, placement)
-        checkpoints = Checkpoints(folder / CHECKPOINTS, transport, ignore_existing=overwrite)
+        checkpoints = Checkpoints(
+            folder / CHECKPOINTS, transport, ignore_existing=overwrite, keep=config.keep, number=from_checkpoint
+        )
         resumed = resume and checkpoints.exist()
         files = vocabulary_files(self._data)
         setup = TrainerSetup(config, self._network_spec, len(self.train), self.device, files, resumed=resumed)
@@ -122,6 +127,8 @@ class Run(TrainingLoop):
         transport.gather(None)  # no rank writes before all have read their files and found no error
         if transport.position.is_main:
             self._prepare_folder(folder, checkpoints, overwrite)
+        if resumed and from_checkpoint is not None:
+            progress = self._rewind(folder, checkpoints, progress)
         if snapshots is not None:
             transport.gather(None)  # from here on, other processes must not start the run again
             snapshots.begun = True
@@ -183,6 +190,14 @@ class Run(TrainingLoop):
             checkpoint.write_bytes(folder / file, content)
         if name := job_name():
             checkpoint.write_json(folder / JOB, name)
+
+    def _rewind(self, folder: Path, checkpoints: Checkpoints, progress: RunProgress) -> RunProgress:
+        """Forget what came after the checkpoint to continue from, and return the progress."""
+        checkpoints.rewind()
+        if self.transport.position.is_main and not progress.finished:
+            for name in (SUMMARY, WEIGHTS):
+                (folder / name).unlink(missing_ok=True)
+        return forget_newer(folder, progress, self.transport)
 
     def __call__(self) -> dict[str, Any]:
         """Train to the end.

@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 
 from petra.distributed.job import job_name, restart_count
-from petra.trainer import checkpoint
-from petra.trainer.best_weights import AVERAGE, BEST, PENDING
+from petra.trainer.best_weights import AVERAGE, BEST, CHECKPOINTED, PENDING
+from petra.trainer.checkpoint_folder import remove_all
 
 FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
     *("vocabulary.json", "tokenizer.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
-    *("report.html", BEST, PENDING, AVERAGE, "wandb.json", "mlflow.json"),
+    *("report.html", BEST, PENDING, CHECKPOINTED, AVERAGE, "wandb.json", "mlflow.json"),
 )
 CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *_OTHERS = FILES
 FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, REPORT, *_ = _OTHERS
@@ -96,4 +96,4 @@ def remove_run(folder: Path) -> None:
     """Remove the files of a run, and nothing else."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
-    checkpoint.remove_all(folder / CHECKPOINTS)
+    remove_all(folder / CHECKPOINTS)

@@ -338,6 +338,13 @@ class RunOptions:
         metavar="N",
         minimum=1,
     )
+    keep: int = option(
+        1,
+        help="keep the last N checkpoints; --from-checkpoint continues from an older one",
+        group=CHECKPOINTS,
+        metavar="N",
+        minimum=1,
+    )
     save_best: bool = option(
         True,
         help="keep the weights of the best evaluation in best.safetensors",

@@ -7,7 +7,7 @@ the caller did not, and `advisor.py` warns about late gradients, by the rules of
 PyTorch works too. `chunked_loss.py` computes the loss of a language model without all its logits in memory.
 
 `loop.py` is the training loop, and `fit.py` the one of `Trainer.fit`. `sources.py` makes resumable batches of any
-iterable; `progress.py`, `metrics.py` and `progress_bar.py` report, `checkpoint.py` saves, `best_weights.py` and
+iterable; `progress.py`, `metrics.py` and `progress_bar.py` report, `checkpoint_folder.py` saves, `best_weights.py` and
 `early_stopping.py` follow evaluations, and `interrupts.py` stops it. `callbacks.py` calls your own code, and
 `loggers.py` other tools.
 """

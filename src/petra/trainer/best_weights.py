@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from petra.distributed import Transport
 from petra.trainer.checkpoint import export_weights
 from petra.trainer.progress import RunProgress
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from petra.trainer.trainer import Trainer
 
 BEST, PENDING, AVERAGE = "best.safetensors", "pending-best.safetensors", "ema.safetensors"
+CHECKPOINTED = "checkpointed-best.safetensors"
 MONITORS = ("accuracy", "loss")
 
 
@@ -60,8 +62,10 @@ class Monitor:
 class BestWeights:
     """The file with the best weights.
 
-    New best weights are written to a second file, which replaces the first one after the next checkpoint. So a training
-    that is resumed from the checkpoint has the best weights up to there, and not those of its lost future.
+    New best weights are written to a second file, which replaces the first one when the next checkpoint is complete. So
+    a training that is resumed from the checkpoint has the best weights up to there, and not those of its lost future.
+    While a checkpoint is being written, the second file that it knows has another name, because an evaluation may write
+    a newer one.
 
     Args:
         folder: The folder of the file; None writes no weights.
@@ -71,32 +75,59 @@ class BestWeights:
     def __init__(self, folder: Path | None, trainer: Trainer) -> None:
         self._folder, self._trainer = folder, trainer
 
-    @property
-    def _pending(self) -> Path:
-        assert self._folder is not None
-        return self._folder / PENDING
-
     def write(self, step: int) -> None:
         """Write the current weights; all ranks call it."""
         if self._folder is None:
             return
         weights = self._trainer.weights(average=self._trainer.ema is not None)
         if weights is not None:
-            export_weights(weights, self._pending, {"step": str(step)})
+            assert self._folder is not None
+            export_weights(weights, self._folder / PENDING, {"step": str(step)})
+
+    def start_checkpoint(self) -> None:
+        """Note that a checkpoint has started, which knows the weights that were written last."""
+        self._rename(PENDING, CHECKPOINTED)
 
     def commit(self) -> None:
-        """Make the weights that were written last those of the file: a checkpoint knows them."""
-        if self._folder is not None and self._trainer.transport.position.is_main and self._pending.exists():
-            self._pending.replace(self._folder / BEST)
+        """Make the weights that the checkpoint knows those of the file: it is complete."""
+        self._rename(CHECKPOINTED, BEST)
+
+    def _rename(self, name: str, to: str) -> None:
+        if self._folder is not None and self._is_main and (self._folder / name).exists():
+            (self._folder / name).replace(self._folder / to)
 
     def recover(self, step: int) -> None:
         """Commit or remove weights that were written before the process ended; ``step`` is that of the checkpoint."""
-        if self._folder is None or not self._trainer.transport.position.is_main or not self._pending.exists():
+        if self._folder is None or not self._is_main:
             return
-        if _step_of(self._pending) == step > 0:
-            self.commit()
-        else:
-            self._pending.unlink()
+        for name in (CHECKPOINTED, PENDING):
+            if (self._folder / name).exists() and _step_of(self._folder / name) == step > 0:
+                self._rename(name, BEST)
+            (self._folder / name).unlink(missing_ok=True)
+
+    @property
+    def _is_main(self) -> bool:
+        return self._trainer.transport.position.is_main
+
+
+def forget_newer(folder: Path, progress: RunProgress, transport: Transport) -> RunProgress:
+    """Remove best weights that are newer than the checkpoint to continue from; all ranks call it.
+
+    Args:
+        folder: The folder of the training.
+        progress: The progress at the checkpoint.
+        transport: Connects the ranks.
+
+    Returns:
+        The progress. It has no best evaluation if its weights have been replaced by newer ones.
+    """
+    file = folder / BEST
+    newer = transport.position.is_main and file.exists() and _step_of(file) != progress.best_step
+    if not any(transport.gather(newer)):
+        return progress
+    if newer:
+        file.unlink()
+    return replace(progress, best=None, best_accuracy=-1.0, best_epoch=0, best_step=0)
 
 
 def _step_of(file: Path) -> int:

@@ -58,7 +58,7 @@ class Callback:
         """
 
     def on_checkpoint(self, loop: TrainingLoop) -> None:
-        """A checkpoint has been written.
+        """A checkpoint is complete; it may have been started some steps before.
 
         Args:
             loop: The training; `loop.folder` is its folder.

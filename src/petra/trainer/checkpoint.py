@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, written by all ranks together, and safe to load."""
+"""Files that are complete or not there, and states of tensors in them, which are safe to load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from petra.distributed import Transport
 from petra.formatting import first_line
 
 FORMAT = 1
@@ -104,155 +102,6 @@ class _ErrorRecorder:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-class Checkpoints:
-    """The checkpoints of a run in one folder; the last complete one counts.
-
-    Each is a folder: `run.pt` with the state of the whole run, and `stage0.pt`, `stage1.pt`, …, each written by the
-    rank that holds the stage, and for further replicas `stage0.replica1.pt` with the micro-batches in flight there.
-    `latest.json` names the last one that all ranks have written. It changes in one step, then older ones are removed.
-
-    Args:
-        folder: The folder of all checkpoints.
-        transport: Connects the ranks of the run.
-        ignore_existing: Do not count the checkpoints that are there.
-    """
-
-    def __init__(self, folder: Path, transport: Transport, ignore_existing: bool = False) -> None:
-        self.folder, self._transport = folder, transport
-        self._number = 0 if ignore_existing else self._latest() or 0
-
-    def exist(self) -> bool:
-        """Return whether there is a checkpoint to resume from; raise ValueError if ranks see different ones."""
-        self._transport.check_agreement({"a last checkpoint": self._number or None})
-        return self._number > 0
-
-    def have_changed(self) -> bool:
-        """Return whether another process has written a checkpoint since this object last read or wrote one."""
-        return (self._latest() or 0) != self._number
-
-    def save(self, run: dict[str, Any], stages: dict[int, dict[str, Any]]) -> None:
-        """Write a checkpoint; all ranks call it together.
-
-        Args:
-            run: The state of the whole run, which the main rank writes.
-            stages: The states of the stages of this rank, by index.
-
-        Raises:
-            OSError: If a rank could not write its part.
-        """
-        position = self._transport.position
-        folder = self.folder / _name(self._number + 1)
-        problem, names = None, []
-        try:
-            for index, state in stages.items():
-                shared = state if position.replica == 0 else {"flight": state["flight"]}
-                names.append(_stage(index, position.replica))
-                save(folder / names[-1], shared)
-            if position.is_main:
-                save(folder / RUN, run)
-        except OSError as error:
-            problem = error.strerror or str(error)
-        reports = self._transport.gather([problem, names])  # after this, all ranks have written theirs
-        for other, (text, written) in zip(self._transport.positions(), reports, strict=True):
-            if text is None and position.is_main and not all((folder / name).exists() for name in written):
-                text = f"it is not in {folder} here: give all ranks the same folder, on a shared disk"
-            if text is not None:
-                who = f"{other}: " if len(reports) > 1 else ""
-                kept = "; the one before it is kept" if self._number else ""
-                raise OSError(f"{who}the checkpoint could not be written ({text}){kept}")
-        self._number += 1
-        if position.is_main:
-            write_json(self.folder / LATEST, {"format": FORMAT, "name": folder.name})
-            self.remove_older()
-
-    def remove_older(self) -> None:
-        """Remove the checkpoints before the last one; some are left if a run was killed while it removed them."""
-        for old in _all(self.folder):
-            if old.name < _name(self._number):  # other ranks may already be writing the next one
-                remove_checkpoint(old)
-
-    def run(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Load the state of the whole run from the last checkpoint."""
-        return self._load(RUN, device)
-
-    def stage(self, index: int, replica: int = 0, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Load a stage from the last checkpoint: its weights, and the micro-batches in flight in a replica."""
-        found = self._load(_stage(index, 0), device)
-        if replica > 0:
-            found["flight"] = self._load(_stage(index, replica), device)["flight"]
-        return {"weights": found["weights"], "flight": found["flight"]}
-
-    def _load(self, name: str, device: torch.device | str) -> dict[str, Any]:
-        try:
-            return load(self.folder / _name(self._number) / name, device)
-        except FileNotFoundError:
-            if self.have_changed():  # a newer one replaces older ones
-                run = self.folder.parent
-                raise ValueError(f"another process is training in {run}: wait until it ends to --resume it") from None
-            missing = f"{name} of the last checkpoint is not in {self.folder}: restore it"
-            raise ValueError(f"{missing}, or remove {self.folder} to start again") from None
-        except ValueError as error:
-            raise ValueError(f"{error}, or remove {self.folder} to start again") from error
-
-    def _latest(self) -> int | None:
-        path = self.folder / LATEST
-        there = [folder.name for folder in _all(self.folder)]
-        remedy = (
-            f'write {{"format": {FORMAT}, "name": "{there[-1]}"}} into it to continue from there'
-            if there
-            else "remove it"
-        )
-        if not path.exists():
-            # The first one may be incomplete. Later ones follow a complete one, which this file names.
-            if there and there[-1] > _name(1):
-                raise ValueError(f"{path} is missing, but {self.folder / there[-1]} is there: {remedy}")
-            return None
-        try:
-            written = json.loads(path.read_text())
-            if written["format"] != FORMAT:
-                raise ValueError(f"format {written['format']}")
-            return int(written["name"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is damaged or of another version ({error}): {remedy}, or --overwrite the run"
-            ) from error
-
-
-LATEST, RUN = "latest.json", "run.pt"
-
-
-def _name(number: int) -> str:
-    return f"{number:06d}"
-
-
-def _all(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, complete or not, the oldest first; other folders there are ignored."""
-    return sorted(path for path in folder.glob("[0-9]" * len(_name(0))) if path.is_dir())
-
-
-def _stage(index: int, replica: int) -> str:
-    return f"stage{index}.pt" if replica == 0 else f"stage{index}.replica{replica}.pt"
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Remove one checkpoint, and no other files."""
-    for path in folder.glob("*.pt*"):
-        path.unlink(missing_ok=True)
-    with suppress(OSError):  # it holds other files
-        folder.rmdir()
-
-
-def remove_all(folder: Path) -> None:
-    """Remove all checkpoints of a run."""
-    if folder.is_dir():
-        for path in folder.glob(f"{LATEST}*"):  # and a temporary file of a run that was killed
-            path.unlink()
-        for path in _all(folder):
-            remove_checkpoint(path)
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def write_json(path: Path, value: Any) -> None:

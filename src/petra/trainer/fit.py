@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petra.data import BatchSource
-from petra.trainer.best_weights import AVERAGE
+from petra.trainer.best_weights import AVERAGE, forget_newer
 from petra.trainer.callbacks import Callback
-from petra.trainer.checkpoint import Checkpoints, export_weights, write_json
+from petra.trainer.checkpoint import export_weights, write_json
+from petra.trainer.checkpoint_folder import Checkpoints
 from petra.trainer.loop import LoopSettings, TrainingLoop
 from petra.trainer.progress import RunProgress
 from petra.trainer.sources import LoaderSource, as_source
@@ -62,19 +63,23 @@ class Fit(TrainingLoop):
         *,
         out: Path | None,
         resume: bool,
+        from_checkpoint: int | None,
         callbacks: Sequence[Callback],
         quiet: bool,
     ) -> None:
         progress, metrics_bytes = RunProgress(), 0
         checkpoints = None
         if out is not None:
-            checkpoints = Checkpoints(out / CHECKPOINTS, trainer.transport)
+            checkpoints = Checkpoints(out / CHECKPOINTS, trainer.transport, keep=settings.keep, number=from_checkpoint)
             if checkpoints.exist():
                 if not resume:
                     raise ValueError(
                         f"{out} holds a training already: give resume=True to continue it, or another folder"
                     )
                 progress, metrics_bytes = _restore(checkpoints, trainer, train)
+                if from_checkpoint is not None:
+                    checkpoints.rewind()
+                    progress = forget_newer(out, progress, trainer.transport)
         super().__init__(
             trainer,
             train,
@@ -161,14 +166,27 @@ def fit(
     *,
     out: str | Path | None,
     resume: bool,
+    from_checkpoint: int | None,
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> FitResult:
     """Train; `Trainer.fit` describes the arguments."""
     _check(settings, out, resume, callbacks)
+    if from_checkpoint is not None and not resume:
+        raise ValueError(f"from_checkpoint is {from_checkpoint}, but resume is False: give resume=True")
     source = as_source(train, trainer.layout["seed"], trainer.transport.position)
     folder = None if out is None else Path(out).expanduser()
-    loop = Fit(trainer, source, test, settings, out=folder, resume=resume, callbacks=callbacks, quiet=quiet)
+    loop = Fit(
+        trainer,
+        source,
+        test,
+        settings,
+        out=folder,
+        resume=resume,
+        from_checkpoint=from_checkpoint,
+        callbacks=callbacks,
+        quiet=quiet,
+    )
     loop.run()
     return loop.result()
 
@@ -177,7 +195,7 @@ def _check(settings: LoopSettings, out: object, resume: bool, callbacks: Sequenc
     """Raise ValueError for an argument that cannot work."""
     if settings.epochs is None and settings.max_steps is None:
         raise ValueError("fit has no end: give epochs, max_steps, or both")
-    for name in ("epochs", "max_steps", "eval_every", "log_every", "patience"):
+    for name in ("epochs", "max_steps", "eval_every", "log_every", "patience", "keep"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}: give 1 or more")

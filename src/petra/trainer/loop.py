@@ -8,16 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from petra.data import batch_count, batch_samples, batch_weight
-from petra.distributed import Snapshots
-from petra.pipeline import Diverged, MicrobatchResult
+from petra.distributed import RecentMaximum, Snapshots
+from petra.pipeline import MicrobatchResult
 from petra.pipeline.stage import Loss
 from petra.trainer.best_weights import BestWeights, Monitor
 from petra.trainer.callbacks import Callback
-from petra.trainer.checkpoint import Checkpoints
+from petra.trainer.checkpoint_folder import Checkpoints, check_finite
 from petra.trainer.evaluation import Evaluation
 from petra.trainer.interrupts import Interrupted, stop_on_signal
 from petra.trainer.metrics import MetricsLog
@@ -45,6 +42,8 @@ class LoopSettings:
     """The micro-batches between checkpoints within an epoch; 0 for none."""
     checkpoint_epochs: int = 1
     """The epochs between checkpoints."""
+    keep: int = 1
+    """The number of complete checkpoints to keep."""
     patience: int | None = None
     """The number of evaluations without an improvement after which training ends; None never ends it early."""
     min_delta: float = 0.0
@@ -101,6 +100,7 @@ class TrainingLoop:
         self.callbacks = list(callbacks)
         self._test, self._test_loss = test, test_loss
         self._checkpoints, self._snapshots = checkpoints, snapshots
+        self._recent = RecentMaximum(self.transport)
         self._resume_hint = resume_hint
         self._stopping = False
         self._steps_per_update = int(trainer.layout["accumulate"])
@@ -160,13 +160,16 @@ class TrainingLoop:
                 self._finish()
                 self._call("on_end")
             except BaseException:
+                if self._checkpoints is not None and self._checkpoints.abandon():
+                    self._best.commit()
                 self._call("on_end")
                 raise
             finally:
                 self.close()
 
     def close(self) -> None:
-        """Close the progress bar and the files."""
+        """Wait for the checkpoint in progress, and close the progress bar and the files. All ranks call it together."""
+        self._finish_save()
         self.progress_bar.close()
         self.metrics.close()
 
@@ -206,7 +209,7 @@ class TrainingLoop:
             progress.batch += 1
             progress.microbatches += 1
             self._after_tick()
-            interrupted = self.transport.any_rank_async(stop.is_set())
+            interrupted = self._exchange(stop.is_set())
             self.progress_bar.step(self._figures)
             last = progress.batch == batch_count(self.train)
             if progress.microbatches % self._steps_per_update == 0:
@@ -216,7 +219,7 @@ class TrainingLoop:
             every = self.settings.checkpoint_every
             if interrupted or (not last and every and progress.microbatches % every == 0):
                 timer.stop()
-                self._save()
+                self._save(wait=interrupted)
                 timer.start()
             if interrupted:
                 self._before_end()
@@ -247,7 +250,7 @@ class TrainingLoop:
             progress.stopped_early = self._stopping
         epochs = self.settings.checkpoint_epochs
         if ending or (exhausted and progress.epoch % epochs == 0):
-            self._save()
+            self._save(wait=ending)
 
     def _drain(self) -> None:
         """Finish the micro-batches in flight."""
@@ -265,6 +268,16 @@ class TrainingLoop:
     def _tick(self, x: Any, y: Any, weight: float) -> list[MicrobatchResult]:
         """Train one micro-batch."""
         return self.trainer.step(x, y, weight)
+
+    def _exchange(self, stop: bool) -> bool:
+        """Tell all ranks about this one; return whether one of them has to stop. All learn it in the same tick."""
+        own = [] if self._checkpoints is None else self._checkpoints.report()
+        found = self._recent.update([stop, *own])
+        if found is None:
+            return False
+        if self._checkpoints is not None and self._checkpoints.advance(found[1:]):
+            self._saved()
+        return bool(found[0])
 
     def _after_tick(self) -> None:
         """Do what follows every micro-batch."""
@@ -349,20 +362,32 @@ class TrainingLoop:
             self.progress.finished = True
             self._save()
 
-    def _save(self) -> None:
-        """Write a checkpoint."""
-        for name, value in self.trainer.network.state_dict().items():
-            if isinstance(value, Tensor) and not value.is_meta and not torch.isfinite(value).all():
-                raise Diverged(
-                    f"{name} is not finite after micro-batch {self.trainer.executor.microbatches - 1}: "
-                    "lower the learning rate; the checkpoint before it is kept"
-                )
+    def _save(self, wait: bool = True) -> None:
+        """Write a checkpoint: wait until it is complete, or only until the state has been copied."""
         if self._checkpoints is None:
+            check_finite(self.trainer.network.state_dict().items(), self.trainer.executor.microbatches)
             return
-        self.transport.activity.now("writing a checkpoint")
-        loss, correct, samples = self._sums()
-        state = self._state(replace(self.progress, loss=loss, correct=int(correct), samples=int(samples)))
-        self._checkpoints.save(state["run"], state["stages"])
+        self._finish_save()  # one at a time
+        self.transport.activity.now("starting a checkpoint")
+        progress = self.progress
+        if self.transport.position.replicas > 1:
+            loss, correct, samples = self._sums()
+            progress = replace(progress, loss=loss, correct=int(correct), samples=int(samples))
+        else:  # the main rank has all sums, and does not wait for the others
+            progress.read()
+        state = self._state(progress)
+        self._best.start_checkpoint()
+        self._checkpoints.start(state["run"], state["stages"], self.trainer.executor.microbatches)
+        if wait:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint in progress."""
+        if self._checkpoints is not None and self._checkpoints.finish():
+            self._saved()
+
+    def _saved(self) -> None:
+        """Do what follows a complete checkpoint."""
         self._best.commit()
         self._call("on_checkpoint")
 

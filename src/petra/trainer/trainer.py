@@ -369,8 +369,10 @@ class Trainer:
         log_every: int | None = None,
         checkpoint_every: int | None = None,
         checkpoint_epochs: int = 1,
+        keep: int = 1,
         out: str | Path | None = None,
         resume: bool = False,
+        from_checkpoint: int | None = None,
         early_stopping: EarlyStopping | int | None = None,
         monitor: str | None = None,
         callbacks: Sequence[Callback] = (),
@@ -392,10 +394,13 @@ class Trainer:
             log_every: The steps between records of training loss and speed, besides those of evaluations.
             checkpoint_every: The steps between checkpoints within an epoch; None for none.
             checkpoint_epochs: The epochs between checkpoints.
+            keep: The number of checkpoints to keep.
             out: A folder for `metrics.jsonl`, `checkpoint/`, `best.safetensors` (of the best evaluation),
                 `weights.safetensors` (of the end) and `summary.json`; None writes nothing.
             resume: Continue from the last checkpoint in `out`, if there is one. The result is that of an uninterrupted
                 training, bit for bit.
+            from_checkpoint: With `resume`, the number of the checkpoint to continue from; None for the last one. Newer
+                checkpoints no longer count, and are replaced.
             early_stopping: End when the test accuracy stops improving; a number is the patience in evaluations.
             monitor: The metric that decides which weights are the best: `"accuracy"` or `"loss"`. By default, the test
                 accuracy where it is known, else the loss.
@@ -420,11 +425,22 @@ class Trainer:
             log_every=log_every,
             checkpoint_every=(checkpoint_every or 0) * int(self.layout["accumulate"]),
             checkpoint_epochs=checkpoint_epochs,
+            keep=keep,
             patience=None if stopping is None else stopping.patience,
             min_delta=0.0 if stopping is None else stopping.min_delta,
             monitor=monitor,
         )
-        return fit(self, train, test, settings, out=out, resume=resume, callbacks=callbacks, quiet=quiet)
+        return fit(
+            self,
+            train,
+            test,
+            settings,
+            out=out,
+            resume=resume,
+            from_checkpoint=from_checkpoint,
+            callbacks=callbacks,
+            quiet=quiet,
+        )
 
     def predict(self, inputs: Tensor | Streams) -> Any:
         """Compute outputs in evaluation mode with the current weights; nothing in flight changes.
