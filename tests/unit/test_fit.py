@@ -1,6 +1,7 @@
 """`Trainer.fit` compared with the same loop written out, and resumed after every kind of interruption."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -202,6 +203,23 @@ def test_best_weights_of_a_lost_future_are_dropped(tmp_path):
             assert (tmp_path / "best.safetensors").read_bytes() == before
 
     make_trainer(**slow).fit(TEST * 3, TEST, resume=True, callbacks=[Look()], **arguments)
+
+
+def test_a_training_shorter_than_the_default_warm_up_warns():
+    def fit(scheduler=None, **options):
+        net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+        trainer = petra.Trainer(
+            net, method="delayed", stages=2, accumulate=2, loss=cross_entropy, scheduler=scheduler, corrections=()
+        )
+        trainer.fit([(torch.randn(2, 2), torch.tensor([0, 1]))] * 4, quiet=True, **options)
+
+    for options in ({"epochs": 3}, {"epochs": 500, "max_steps": 6}):
+        with pytest.warns(UserWarning, match="the training has 6 updates, and the default learning rate rises for 200"):
+            fit(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(max_steps=200)
+        fit(epochs=3, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7))
 
 
 def test_early_stopping_counts_evaluations_without_an_improvement(tmp_path):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from petra.data import BatchSource
+from petra.data import BatchSource, batch_count
 from petra.trainer.best_weights import AVERAGE
 from petra.trainer.callbacks import Callback
 from petra.trainer.checkpoint import Checkpoints, export_weights, write_json
+from petra.trainer.defaults import WarmupAndDecay
 from petra.trainer.loop import LoopSettings, TrainingLoop
 from petra.trainer.progress import RunProgress
 from petra.trainer.sources import LoaderSource, as_source
@@ -167,6 +170,7 @@ def fit(
     """Train; `Trainer.fit` describes the arguments."""
     _check(settings, out, resume, callbacks)
     source = as_source(train, trainer.layout["seed"], trainer.transport.position)
+    _warn_if_warming_up(trainer, source, settings)
     folder = None if out is None else Path(out).expanduser()
     loop = Fit(trainer, source, test, settings, out=folder, resume=resume, callbacks=callbacks, quiet=quiet)
     loop.run()
@@ -186,6 +190,23 @@ def _check(settings: LoopSettings, out: object, resume: bool, callbacks: Sequenc
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ValueError(f"{callback!r} is no callback: give objects of classes derived from petra.Callback")
+
+
+def _warn_if_warming_up(trainer: Trainer, source: BatchSource, settings: LoopSettings) -> None:
+    """Warn if the default learning rate is still rising at the end of the training."""
+    curves = (getattr(stage.scheduler, "lr_lambdas", ()) for stage in trainer.stages)
+    warmup = max((curve.warmup for found in curves for curve in found if isinstance(curve, WarmupAndDecay)), default=0)
+    counts = [] if settings.max_steps is None else [settings.max_steps]
+    batches = batch_count(source)
+    if settings.epochs is not None and batches is not None:
+        counts.append(ceil(settings.epochs * batches / trainer.layout["accumulate"]))
+    if counts and min(counts) < warmup and trainer.transport.position.is_main:
+        warnings.warn(
+            f"the training has {min(counts)} updates, and the default learning rate rises for {warmup}: train longer, "
+            "or give an optimizer and a scheduler",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _batches_of(test: Iterable[Any] | BatchSource) -> Iterable[Any]:
