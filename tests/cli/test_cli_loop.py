@@ -167,6 +167,7 @@ def test_a_file_may_name_a_recipe(tmp_path):
     ("name", "text", "message"),
     [
         ("run.toml", "epocs = 1", "there is no option epocs: did you mean 'epochs'?"),
+        ("run.toml", "tensorboard = true", "tensorboard is not read from a file: give --tensorboard on"),
         ("run.toml", "epochs = 'many'", "epochs is 'many': give a whole number"),
         ("run.toml", "epochs = 1.5", "epochs is 1.5: give a whole number"),
         ("run.yaml", "epochs: [1", "run.yaml is damaged"),

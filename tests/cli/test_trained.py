@@ -115,6 +115,10 @@ def test_folders_without_a_run(tmp_path, digits):
             petra.load(folder)
     with refused("is a file: give the folder"):
         petra.load(digits / "weights.safetensors")
+    for name in ("summary.json", "weights.safetensors"):  # as fit writes them
+        (tmp_path / name).write_bytes((digits / name).read_bytes())
+    with refused("was written by Trainer.fit", f"load_file('{tmp_path / 'weights.safetensors'}')"):
+        petra.load(tmp_path)
 
 
 def test_a_gpu_that_is_not_there(digits):

@@ -1,6 +1,8 @@
 """`Trainer.fit` compared with the same loop written out, and resumed after every kind of interruption."""
 
 import json
+import warnings
+import zipfile
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import petra
 from petra.distributed import run_together
 from petra.runs.config import RunConfig
+from petra.trainer.checkpoint import load
 from petra.trainer.sources import as_source
 
 
@@ -144,6 +147,29 @@ def test_resumed_training_equals_an_uninterrupted_one(tmp_path, every, died):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+class Writes:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return type(self.path).touch, (self.path,)
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    make_trainer().fit(loader(), max_steps=2, out=tmp_path / "run", quiet=True)
+    found = [path for path in (tmp_path / "run" / "checkpoint").rglob("*") if zipfile.is_zipfile(path)]
+    assert found
+    for path in found:
+        torch.save({**load(path), "more": Writes(tmp_path / "written")}, path)
+    with pytest.raises(ValueError, match="is not a complete checkpoint"):
+        make_trainer().fit(loader(), max_steps=4, out=tmp_path / "run", resume=True, quiet=True)
+    assert not (tmp_path / "written").exists()
+    torch.load(found[0], weights_only=False)  # the file would have run it
+    assert (tmp_path / "written").exists()
+
+
 def test_a_longer_training_continues_a_finished_one(tmp_path):
     make_trainer().fit(loader(), epochs=1, out=tmp_path, quiet=True)
     again = make_trainer()
@@ -202,6 +228,23 @@ def test_best_weights_of_a_lost_future_are_dropped(tmp_path):
             assert (tmp_path / "best.safetensors").read_bytes() == before
 
     make_trainer(**slow).fit(TEST * 3, TEST, resume=True, callbacks=[Look()], **arguments)
+
+
+def test_a_training_shorter_than_the_default_warm_up_warns():
+    def fit(scheduler=None, **options):
+        net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+        trainer = petra.Trainer(
+            net, method="delayed", stages=2, accumulate=2, loss=cross_entropy, scheduler=scheduler, corrections=()
+        )
+        trainer.fit([(torch.randn(2, 2), torch.tensor([0, 1]))] * 4, quiet=True, **options)
+
+    for options in ({"epochs": 3}, {"epochs": 500, "max_steps": 6}):
+        with pytest.warns(UserWarning, match="the training has 6 updates, and the default learning rate rises for 200"):
+            fit(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(max_steps=200)
+        fit(epochs=3, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7))
 
 
 def test_early_stopping_counts_evaluations_without_an_improvement(tmp_path):
@@ -347,7 +390,8 @@ def test_summary_and_metrics_are_written(tmp_path):
 
 def test_the_default_number_of_stages_is_that_of_the_command_line():
     assert make_trainer(stages=None).layout["stages"] == [1, 1, 1, 1]
-    assert petra.Trainer(
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, 0.1)
-    ).layout["stages"] == [1, 1]
+    for layers, stages in ((2, 2), (6, 4)):
+        net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        trainer = petra.Trainer(net, loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, 0.01))
+        assert len(trainer.layout["stages"]) == stages
     assert RunConfig.from_options(None, {"model": "revnet18", "data": "digits"}).stages == 4

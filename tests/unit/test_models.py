@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -121,3 +122,11 @@ def test_own_networks_can_be_registered():
             models.register("mine", "again", lambda: Network())
     finally:
         models.registry._ENTRIES.pop("mine")
+
+
+def test_a_torchvision_of_another_pytorch_is_named(tmp_path, monkeypatch):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(ValueError, match=r"torchvision::nms does not exist\): install the versions of torch and torch"):
+        models.create("timm:resnet18")

@@ -354,7 +354,7 @@ def test_hidden_matrices():
         (lambda p: Muon(p, steps=0), "steps is 0: give a whole number, 1 or more"),
         (lambda p: Muon(p, steps=2.5), "steps is 2.5: give a whole number"),
         (lambda p: Muon(p, dtype=torch.int32), "dtype is torch.int32: give a floating-point dtype"),
-        (lambda p: Muon([nn.Parameter(torch.zeros(3))]), r"is \(3,\): put it into a group with"),
+        (lambda p: Muon([nn.Parameter(torch.zeros(3))]), r"is \(3,\): give petra.optim.muon_groups\(…\), or put"),
         (lambda p: SOAP(p, betas=(0.9, 1.0)), "betas is"),
         (lambda p: SOAP(p, betas=(0.9,)), r"betas is \(0.9,\): give two values"),
         (lambda p: NAdamW(p, betas=0.9), "betas is 0.9: give two values"),
@@ -376,7 +376,7 @@ def test_settings_that_make_no_sense(make, message):
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (Muon, {"params": [nn.Parameter(torch.zeros(3))]}, r"is \(3,\): put it into a group with"),
+        (Muon, {"params": [nn.Parameter(torch.zeros(3))]}, r"is \(3,\): give petra.optim.muon_groups\(…\), or put"),
         (Muon, {"params": [nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64))]}, "give real parameters"),
         (SOAP, {"params": [nn.Parameter(torch.zeros(3, 3))], "betas": (0.9,)}, "betas is"),
         (NAdamW, {"params": iter([nn.Parameter(torch.zeros(3))]), "momentum_decay": "1"}, "momentum_decay is '1'"),

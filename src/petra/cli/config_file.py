@@ -16,12 +16,13 @@ from petra.runs.option_fields import options_of, parser_of, value_type
 _TABLES = ("model_options", "optimizer_options")
 
 
-def read_config_file(file: Path, network: set[str]) -> tuple[str | None, dict[str, Any]]:
+def read_config_file(file: Path, network: set[str], command: set[str]) -> tuple[str | None, dict[str, Any]]:
     """Read options from a file.
 
     Args:
         file: The file. Its keys are the options of `petra train`, with `-` or `_`, as in the `config.json` of a run.
         network: The names of options that are arguments of the network.
+        command: The names of all options of the command.
 
     Returns:
         The recipe, if the file names one, and the options for `RunConfig.from_options`.
@@ -47,6 +48,10 @@ def read_config_file(file: Path, network: set[str]) -> tuple[str | None, dict[st
             found[name] = _value(file, name, value)
         elif name in network:
             arguments[name] = value
+        elif name in command:
+            raise ValueError(
+                f"{file}: {key} is not read from a file: give --{name.replace('_', '-')} on the command line"
+            )
         else:
             raise ValueError(f"{file}: there is no option {key}: {suggestion(name, sorted(known | network))}")
     if arguments:

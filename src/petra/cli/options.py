@@ -296,7 +296,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 def _with_config_file(options: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
     """Return the options of --config, overridden by those of the command line."""
-    recipe, found = read_config_file(options.config, set(options_of(NetworkOptions)) - {"set"})
+    recipe, found = read_config_file(options.config, set(options_of(NetworkOptions)) - {"set"}, set(vars(options)))
     options.recipe = options.recipe or recipe
     for name in ("model_options", "optimizer_options"):
         if name in found and name in result:

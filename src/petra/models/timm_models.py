@@ -34,6 +34,11 @@ def timm_entry(name: str) -> Entry:
         import timm
     except ImportError as error:
         raise ValueError(f"{name} needs timm, which is not installed ({error}): pip install 'petra[timm]'") from error
+    except RuntimeError as error:  # torchvision, which timm imports, was built for another PyTorch
+        raise ValueError(
+            f"{name} needs timm, which cannot be imported ({error}): install the versions of torch and torchvision "
+            "that belong together"
+        ) from error
     own = name.removeprefix(PREFIX)
     if not timm.is_model(own):
         close = get_close_matches(own, timm.list_models(), n=1)

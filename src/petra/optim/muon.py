@@ -95,7 +95,7 @@ class Muon(CapturableOptimizer):
                 parameter.ndim > 1,
                 "the shape of a parameter to orthogonalise",
                 tuple(parameter.shape),
-                'put it into a group with "orthogonalize": False',
+                'give petra.optim.muon_groups(…), or put it into a group with "orthogonalize": False',
             )
 
     def update(self, group: Group, parameters: list[Tensor]) -> None:

@@ -79,6 +79,11 @@ def check_finished(folder: Path) -> None:
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give the folder of a run")
     if not (folder / CONFIG).exists():
+        if all((folder / name).exists() for name in (SUMMARY, WEIGHTS)):
+            raise ValueError(
+                f"{folder} was written by Trainer.fit, which does not record the network: create the network, and give "
+                f"safetensors.torch.load_file('{folder / WEIGHTS}') to its load_state_dict"
+            )
         raise ValueError(f"{folder} holds no run: give the folder of one, as `petra train` writes it")
     if not all((folder / name).exists() for name in (SUMMARY, WEIGHTS)):
         raise ValueError(f"the run in {folder} has not finished: `petra train --resume --out {folder}` finishes it")

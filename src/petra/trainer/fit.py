@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from petra.data import BatchSource
+from petra.data import BatchSource, batch_count
 from petra.trainer.best_weights import AVERAGE, forget_newer
 from petra.trainer.callbacks import Callback
 from petra.trainer.checkpoint import export_weights, write_json
 from petra.trainer.checkpoint_folder import Checkpoints
+from petra.trainer.defaults import WarmupAndDecay
 from petra.trainer.loop import LoopSettings, TrainingLoop
 from petra.trainer.progress import RunProgress
 from petra.trainer.sources import LoaderSource, as_source
@@ -175,6 +178,7 @@ def fit(
     if from_checkpoint is not None and not resume:
         raise ValueError(f"from_checkpoint is {from_checkpoint}, but resume is False: give resume=True")
     source = as_source(train, trainer.layout["seed"], trainer.transport.position)
+    _warn_if_warming_up(trainer, source, settings)
     folder = None if out is None else Path(out).expanduser()
     loop = Fit(
         trainer,
@@ -204,6 +208,23 @@ def _check(settings: LoopSettings, out: object, resume: bool, callbacks: Sequenc
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ValueError(f"{callback!r} is no callback: give objects of classes derived from petra.Callback")
+
+
+def _warn_if_warming_up(trainer: Trainer, source: BatchSource, settings: LoopSettings) -> None:
+    """Warn if the default learning rate is still rising at the end of the training."""
+    curves = (getattr(stage.scheduler, "lr_lambdas", ()) for stage in trainer.stages)
+    warmup = max((curve.warmup for found in curves for curve in found if isinstance(curve, WarmupAndDecay)), default=0)
+    counts = [] if settings.max_steps is None else [settings.max_steps]
+    batches = batch_count(source)
+    if settings.epochs is not None and batches is not None:
+        counts.append(ceil(settings.epochs * batches / trainer.layout["accumulate"]))
+    if counts and min(counts) < warmup and trainer.transport.position.is_main:
+        warnings.warn(
+            f"the training has {min(counts)} updates, and the default learning rate rises for {warmup}: train longer, "
+            "or give an optimizer and a scheduler",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _batches_of(test: Iterable[Any] | BatchSource) -> Iterable[Any]:
