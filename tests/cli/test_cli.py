@@ -43,7 +43,15 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_what_it_promises(finished):
     assert sorted(p.name for p in finished.iterdir()) == [
-        *("best.safetensors", "checkpoint", "config.json", "metrics.jsonl", "network.json", "summary.json"),
+        *(
+            "best.safetensors",
+            "checkpoint",
+            "config.json",
+            "hashes.json",
+            "metrics.jsonl",
+            "network.json",
+            "summary.json",
+        ),
         "weights.safetensors",
     ]
     summary = json.loads((finished / "summary.json").read_text())

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from petra.trainer.checkpoint import export_weights
 from petra.trainer.progress import RunProgress
+from petra.trainer.state import weights_hash
 
 if TYPE_CHECKING:
     from petra.trainer.trainer import Trainer
@@ -76,27 +78,51 @@ class BestWeights:
         assert self._folder is not None
         return self._folder / PENDING
 
-    def write(self, step: int) -> None:
-        """Write the current weights; all ranks call it."""
+    def write(self, step: int) -> str | None:
+        """Write the current weights, and return their hash; all ranks call it, and only the main one has a hash."""
         if self._folder is None:
-            return
+            return None
         weights = self._trainer.weights(average=self._trainer.ema is not None)
-        if weights is not None:
-            export_weights(weights, self._pending, {"step": str(step)})
+        if weights is None:
+            return None
+        export_weights(weights, self._pending, {"step": str(step)})
+        return weights_hash(weights)
 
     def commit(self) -> None:
         """Make the weights that were written last those of the file: a checkpoint knows them."""
         if self._folder is not None and self._trainer.transport.position.is_main and self._pending.exists():
             self._pending.replace(self._folder / BEST)
 
-    def recover(self, step: int) -> None:
-        """Commit or remove weights that were written before the process ended; ``step`` is that of the checkpoint."""
-        if self._folder is None or not self._trainer.transport.position.is_main or not self._pending.exists():
-            return
-        if _step_of(self._pending) == step > 0:
-            self.commit()
-        else:
-            self._pending.unlink()
+    def recover(self, progress: RunProgress) -> str | None:
+        """Commit or remove weights that were written before the process ended.
+
+        Args:
+            progress: The progress at the checkpoint.
+
+        Returns:
+            A warning if the best weights are missing or damaged.
+        """
+        if self._folder is None or not self._trainer.transport.position.is_main:
+            return None
+        if self._pending.exists():
+            if _step_of(self._pending) == progress.best_step > 0:
+                self.commit()
+            else:
+                self._pending.unlink()
+        file, expected = self._folder / BEST, progress.best_sha256
+        if expected is None or _hash_of(file, list(self._trainer.network.state_dict())) == expected:
+            return None
+        state = "damaged or of another run" if file.exists() else "missing"
+        return f"{file} is {state}: restore a copy, or do without the weights of step {progress.best_step}"
+
+
+def _hash_of(file: Path, names: list[str]) -> str | None:
+    """Return the hash of the weights in a file, in the order of `names`; None if it is missing or damaged."""
+    try:
+        found = load_file(file)
+        return weights_hash({name: found[name] for name in names if name in found})
+    except (SafetensorError, OSError):
+        return None
 
 
 def _step_of(file: Path) -> int:
