@@ -26,76 +26,33 @@ from petra.cli.parser import COMMANDS, build_parser
 from petra.runs.run import Run
 from petra.trainer.interrupts import Interrupted
 
-JUNK = (
-    "0",
-    "1",
-    "2",
-    "3",
-    "-1",
-    "0.5",
-    "1e-3",
-    "1e9",
-    "nan",
-    "inf",
-    "-inf",
-    "",
-    "x",
-    "1,2",
-    "a=b",
-    "é",
-    "9" * 30,
-    "None",
-)
-SMALL = ("1", "2", "3", "4", "8", "0", "-1", "x", "2,2", "1.5", "")
+RUNS = "{tmp}/run {tmp} {tmp}/verse.txt {tmp}/none"
+SMALL = "1 2 3 4 8 0 -1 x 2,2 1.5"
 SIZES = (
-    *(
-        "width",
-        "depth",
-        "heads",
-        "patch",
-        "batch_size",
-        "vocab_size",
-        "seq_len",
-        "image_size",
-        "max_new_tokens",
-        "epochs",
-    ),
-    *(
-        "workers",
-        "threads",
-        "ranks",
-        "replicas",
-        "stages",
-        "ticks",
-        "depths",
-        "max_steps",
-        "trace",
-        "accumulate",
-        "image",
-    ),
+    "width depth depths heads patch batch_size vocab_size seq_len image_size max_new_tokens epochs workers threads "
+    "ranks replicas stages ticks max_steps trace accumulate image"
 )
 """Options whose large values would take much time or memory."""
-VALUES = {
-    "model": ("revnet18", "rev-gpt", "resnet18", "rev-vit-small", "irevnet", "nope", "", "a:b", "petra:nope", "os:getcwd"),
-    "data": (
-        *("synthetic:1x8x8:4:40", "digits", "text:{tmp}/verse.txt", "bytes:{tmp}/verse.txt", "tokens:{tmp}", "nowhere"),
-        *("synthetic:1x8", "synthetic:0x0x0:1", "synthetic:1x8x8:0:0", "{tmp}", "text:", "text:{tmp}", "text:{tmp}/none"),
-    ),
-    "folder": ("{tmp}/run", "{tmp}", "{tmp}/verse.txt", "{tmp}/none"),
-    "folders": ("{tmp}/run", "{tmp}", "{tmp}/verse.txt", "{tmp}/none"),
-    "out": ("{tmp}/new/{n}", "{tmp}/new/{n}.png", "{tmp}/new/{n}.html", "{tmp}/verse.txt", "{tmp}/run", "{tmp}/verse.txt/x"),
-    "config": ("{tmp}/run/config.json", "{tmp}/verse.txt", "{tmp}/none.json", "{tmp}", "{tmp}/bad.json", "{tmp}/bad.toml"),
-    "init_from": ("{tmp}/run", "{tmp}/run/weights.safetensors", "{tmp}/verse.txt", "{tmp}/none"),
-    "device": ("cpu", "cuda", "cuda:99", "x", "meta", ""),
-    "schedule": ("low-staleness", "1f1b", "gpipe", "interleaved:2", "interleaved:0", "flush:2", "flush:x", "2,1", "1,0", "cosine", "x"),
-    "methods": ("petra", "backprop", "backprop,petra", "nope", "delayed", ""),
-    "corrections": ("predict", "predict,shrink:0.9", "shrink:x", "nope", "inertia:-1", ","),
-    "optimizer": ("sgd", "adamw", "muon", "adagrad", "torch.optim.RMSprop", "nope", "a:b", "os:getcwd"),
-    "set": ("depth=2", "x=y", "x", "=", "width=a", "width=-1", "dropout=2"),
-    "set_optimizer": ("alpha=0.9", "lr=x", "x=1", "x"),
-    "name": ("low-staleness", "1f1b", "lock-step", "2,1,0", "-1", "nope", "digits", "petra"),
-    "placement": ("0,1", "1,0", "0", "-1", "0,5", "x"),
-}  # fmt: skip
+JUNK = "0 1 2 3 -1 0.5 1e-3 1e9 nan inf -inf x 1,2 a=b é None 999999999999999999999999999999"
+WORDS = {
+    "folder": RUNS,
+    "folders": RUNS,
+    "model": "revnet18 rev-gpt resnet18 rev-vit-small irevnet nope a:b petra:nope os:getcwd",
+    "data": "synthetic:1x8x8:4:40 digits text:{tmp}/verse.txt bytes:{tmp}/verse.txt tokens:{tmp} nowhere synthetic:1x8 "
+    "synthetic:0x0x0:1 synthetic:1x8x8:0:0 {tmp} text: text:{tmp} text:{tmp}/none",
+    "out": "{tmp}/new/{n} {tmp}/new/{n}.png {tmp}/new/{n}.html {tmp}/verse.txt {tmp}/run {tmp}/verse.txt/x",
+    "config": "{tmp}/run/config.json {tmp}/verse.txt {tmp}/none.json {tmp} {tmp}/bad.json {tmp}/bad.toml",
+    "init_from": "{tmp}/run {tmp}/run/weights.safetensors {tmp}/verse.txt {tmp}/none",
+    "device": "cpu cuda cuda:99 x meta",
+    "schedule": "low-staleness 1f1b gpipe interleaved:2 interleaved:0 flush:2 flush:x 2,1 1,0 cosine x",
+    "methods": "petra backprop backprop,petra nope delayed",
+    "corrections": "predict predict,shrink:0.9 shrink:x nope inertia:-1 ,",
+    "optimizer": "sgd adamw muon adagrad torch.optim.RMSprop nope a:b os:getcwd",
+    "set": "depth=2 x=y x = width=a width=-1 dropout=2",
+    "set_optimizer": "alpha=0.9 lr=x x=1 x",
+    "name": "low-staleness 1f1b lock-step 2,1,0 -1 nope digits petra",
+    "placement": "0,1 1,0 0 -1 0,5 x",
+}
 """Values of options by name; others get `JUNK`."""
 NETWORK = ("--model", "revnet18", "--width", "2", "--depths", "1,1", "--data", "synthetic:1x8x8:4:40")
 
@@ -137,7 +94,8 @@ def random_arguments(command: str, chance: random.Random, place: Path, number: i
 def _value(action: argparse.Action, chance: random.Random) -> str:
     if action.choices and chance.random() < 0.8:
         return str(chance.choice(list(action.choices)))
-    return chance.choice(VALUES.get(action.dest, SMALL if action.dest in SIZES else JUNK))
+    words = WORDS.get(action.dest, SMALL if action.dest in SIZES.split() else JUNK)
+    return chance.choice([*words.split(), ""])
 
 
 def check(arguments: list[str]) -> Call:
@@ -168,7 +126,7 @@ def without_training(place: Path) -> Iterator[None]:
         raise Interrupted("stopped before the first micro-batch")
 
     here = os.getcwd()
-    with mock.patch.object(Run, "__call__", stop), mock.patch("petra.cli.train.launch_ranks", lambda *_: 0):
+    with mock.patch.object(Run, "__call__", stop), mock.patch("petra.cli.train.launch_ranks", return_value=0):
         os.chdir(place)
         try:
             yield
