@@ -17,8 +17,9 @@ import shutil
 import string
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -279,11 +280,12 @@ def attack(seed: int, trials: int) -> list[Trial]:
     return [trial for trial in all_trials(seed, trials) if trial.failure is not None]
 
 
-def all_trials(seed: int, trials: int) -> list[Trial]:
+def all_trials(seed: int, trials: int) -> Iterator[Trial]:
     """Run trials in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="petra-damage-") as place:
         chance, one = random.Random(seed), Attack(Path(place))
-        return [one.trial(chance) for _ in range(trials)]
+        for _ in range(trials):
+            yield one.trial(chance)
 
 
 def table(trials: Sequence[Trial]) -> str:
@@ -302,10 +304,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end earlier, after this time")
     given = parser.parse_args()
-    done = all_trials(given.seed, given.trials)
-    for one in done:
+    end, done = time.monotonic() + given.seconds, []
+    for one in all_trials(given.seed, given.trials):
+        done.append(one)
         if one.failure is not None:
-            print(one)
+            print(one, flush=True)
+        if time.monotonic() > end:
+            break
     print(table(done))
     sys.exit(any(one.failure is not None for one in done))
