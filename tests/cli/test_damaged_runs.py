@@ -228,15 +228,17 @@ def test_damaged_metrics_in_reports(copy, tmp_path):
 
 
 def test_damaged_best_weights(copy):
-    for name in ("unfinished images", "images"):
+    for name, old, new in (("unfinished images", b"head.", b"heab."), ("images", b" ", b" ")):
         run = copy(name)
         file = run / "best.safetensors"
-        content = file.read_bytes()
+        content = file.read_bytes().replace(old, new)
         file.write_bytes(content[:-3] + bytes([content[-3] ^ 8]) + content[-2:])
         code, _, errors = resume(run)
         assert code == 0
         assert f"warning: {file} is damaged or of another run: restore a copy" in errors
     assert "best.safetensors is not what the run wrote" in evaluate(run, "--weights", "best")[2]
+    file.write_bytes(content.replace(b"head.", b"heab."))
+    assert "best.safetensors has no head." in evaluate(run, "--weights", "best")[2]
     file.unlink()
     assert "best.safetensors is missing: restore a copy" in evaluate(run, "--weights", "best")[2]
     with pytest.raises(ValueError, match=r"best\.safetensors is missing"):

@@ -290,7 +290,7 @@ class Run(TrainingLoop):
             self._best.commit()  # the summary has its hash
             if averages is not None:
                 checkpoint.export_weights(averages, self.run_folder / AVERAGE)
-            self._summary |= weight_hashes(self.run_folder, list(weights))
+            self._summary |= weight_hashes(self.run_folder, list(weights), self.progress.best_sha256)
             checkpoint.export_weights(weights, self.run_folder / WEIGHTS)
             write_files(self.run_folder, {SUMMARY: checkpoint.to_json_bytes(self._summary)})
             self._hash_metrics()

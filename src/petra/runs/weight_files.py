@@ -118,12 +118,28 @@ def weight_file(folder: Path, weights: str) -> Path:
     return file
 
 
-def weight_hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the hashes of the best and averaged weights of a run, with tensors in the order of `names`."""
-    hashes = {}
+def weight_hashes(folder: Path, names: Sequence[str], best: str | None) -> dict[str, str]:
+    """Return the hashes of the best and averaged weights of a run for its summary.
+
+    Args:
+        folder: The folder of the run.
+        names: The order of the tensors.
+        best: The hash of the best weights when they were written; None if it is not known.
+
+    Returns:
+        Hashes by their names in the summary.
+
+    Raises:
+        ValueError: If a file is damaged.
+    """
+    hashes = {} if best is None else {WEIGHT_HASHES[BEST]: best}
     for name, key in WEIGHT_HASHES.items():
-        if name != WEIGHTS and (folder / name).exists():
+        if name != WEIGHTS and key not in hashes and (folder / name).exists():
             found = read_weights(folder / name)
+            if missing := set(names) - found.keys():
+                raise ValueError(
+                    f"{folder / name} is damaged (it has no {_some(missing)}): restore a copy, or remove it"
+                )
             hashes[key] = weights_hash({n: found[n] for n in names})
     return hashes
 
