@@ -43,8 +43,8 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_what_it_promises(finished):
     assert sorted(p.name for p in finished.iterdir()) == [
-        *("best.safetensors", "checkpoint", "config.json", "metrics.jsonl", "network.json", "summary.json"),
-        "weights.safetensors",
+        *("best.safetensors", "checkpoint", "config.json", "hashes.json", "metrics.jsonl", "network.json"),
+        *("summary.json", "weights.safetensors"),
     ]
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["stages"] == [1, 1, 1, 1]

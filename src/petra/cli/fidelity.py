@@ -16,12 +16,16 @@ from petra.formatting import counted, terminal_width
 from petra.measure import Fidelity, Measurement
 from petra.measure.gradient_similarity import summarise, table
 from petra.measure.similarity_figure import draw
+from petra.runs.file_hashes import hash_files, read_bytes, read_json, write_files
 from petra.runs.option_fields import check_values, option
 from petra.runs.run import Run
 from petra.runs.run_folder import FIDELITY, FIDELITY_FIGURE, FIDELITY_SUMMARY, SUMMARY, check_no_run
 from petra.runs.run_options import TRAINING
 from petra.runs.weight_files import check_weights
 from petra.trainer import checkpoint
+from petra.trainer.callbacks import Callback
+from petra.trainer.loop import TrainingLoop
+from petra.trainer.metrics import parse_records
 
 EVERY = 50
 """The default number of updates between two measurements."""
@@ -76,12 +80,13 @@ def run(options: argparse.Namespace) -> None:
     device = set_up_device(options)
     arguments = {"resume": options.resume, "overwrite": options.overwrite, "device": device}
     training = Run(config, folder, **arguments, **reporting(options))
+    training.callbacks.append(_HashMeasurements())
     executor = training.trainer.executor
-    rows = _read_rows(folder / FIDELITY, executor.oldest_in_flight)
+    rows = _read_rows(folder, executor.oldest_in_flight)
     before = "".join(json.dumps(row) + "\n" for row in rows)
-    checkpoint.write_atomically(folder / FIDELITY, lambda file: file.write(before.encode()))
+    write_files(folder, {FIDELITY: before.encode()})
     if not (folder / FIDELITY_SUMMARY).exists():
-        checkpoint.write_json(folder / FIDELITY_SUMMARY, {"every": every})  # read when the run is resumed
+        write_files(folder, {FIDELITY_SUMMARY: checkpoint.to_json_bytes({"every": every})})  # read when it is resumed
     with (folder / FIDELITY).open("a") as file:
 
         def report(measurement: Measurement) -> None:
@@ -107,7 +112,8 @@ def run(options: argparse.Namespace) -> None:
         "seed",
     )
     described = {name: summary[name] for name in names}
-    checkpoint.write_json(folder / FIDELITY_SUMMARY, {**described, "every": every, "means": means})
+    found = {**described, "every": every, "means": means}
+    write_files(folder, {FIDELITY_SUMMARY: checkpoint.to_json_bytes(found)})
     sys.stderr.flush()
     if not rows:
         print(f"nothing was measured: the run has fewer than {every} updates, so give a smaller --every")
@@ -120,27 +126,35 @@ def run(options: argparse.Namespace) -> None:
     print(f"means of {counted(count, 'update')} of {config.method}; in {folder}{note}")
 
 
+class _HashMeasurements(Callback):
+    """Records the hash of the measurements at every checkpoint."""
+
+    def on_checkpoint(self, loop: TrainingLoop) -> None:
+        if loop.folder is not None:
+            hash_files(loop.folder, [FIDELITY])
+
+
 def _every(options: argparse.Namespace, folder: Path) -> int:
     """The updates between two measurements; a resumed run keeps its own."""
-    path = folder / FIDELITY_SUMMARY
+    path, remedy = folder / FIDELITY_SUMMARY, "remove it and resume again with --every"
     if not (options.resume and path.exists()):
         return EVERY if options.every is None else int(options.every)
-    try:
-        before = int(json.loads(path.read_text())["every"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it and resume again with --every") from error
+    before = read_json(folder, FIDELITY_SUMMARY, remedy).get("every")
+    if not isinstance(before, int):
+        raise ValueError(f"{path} is damaged (it has no valid every): {remedy}")
     if options.every not in (None, before):
         raise ValueError(f"the run in {folder} is measured every {before} updates, not {options.every}: leave it out")
     return before
 
 
-def _read_rows(path: Path, end: int) -> list[dict[str, Any]]:
+def _read_rows(folder: Path, end: int) -> list[dict[str, Any]]:
     """The measurements of a resumed run for micro-batches before `end`, which had left the pipeline."""
-    if not path.exists():
+    file, remedy = folder / FIDELITY, "remove it and resume again"
+    if not file.exists():
         return []
+    content = read_bytes(folder, FIDELITY, remedy)
+    whole = content[: content.rfind(b"\n") + 1]  # without a newline: killed while writing
     try:
-        lines = path.read_text().splitlines(keepends=True)
-        found = [json.loads(line) for line in lines if line.endswith("\n")]  # without a newline: killed while writing
-        return [row for row in found if row["microbatch"] < end]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it and resume again") from error
+        return [row for row in parse_records(file, whole, remedy) if row["microbatch"] < end]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}): {remedy}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 from petra.cli.options import add_options
 from petra.formatting import counted
 from petra.measure.run_figure import Curves, check_plots, draw_runs
+from petra.runs.file_hashes import read_json, read_lines
 from petra.runs.option_fields import option
-from petra.runs.run_folder import CONFIG, FIDELITY, METRICS, check_not_folder
+from petra.runs.run_folder import CONFIG, CONFIG_REMEDY, FIDELITY, METRICS, check_not_folder
 
 
 @dataclass(kw_only=True)
@@ -60,21 +60,8 @@ def read_curves(folder: Path, name: str) -> Curves:
     """Return the metrics of the run in a folder, which need not have finished."""
     if not (folder / METRICS).exists():
         raise ValueError(f"{folder} holds no run: give folders of `petra train` or `petra fidelity`")
-    return Curves(name, _lines(folder / METRICS), _lines(folder / FIDELITY), _method(folder / CONFIG))
-
-
-def _method(path: Path) -> str:
-    """Return the method of a run; an empty string if its configuration cannot be read."""
-    try:
-        return str(json.loads(path.read_text())["method"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): remove the last line, or train it again") from error
+    remedy = f"`petra train --resume --out {folder}` restores its evaluations from the checkpoint"
+    found = read_lines(folder, METRICS, remedy)
+    method = str(read_json(folder, CONFIG, CONFIG_REMEDY).get("method", "")) if (folder / CONFIG).exists() else ""
+    measured = read_lines(folder, FIDELITY, "restore a copy, or remove it") if (folder / FIDELITY).exists() else []
+    return Curves(name, found, measured, method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +27,12 @@ from petra.formatting import counted, mebibytes
 from petra.runs.config import MAY_CHANGE, RunConfig
 from petra.runs.dry_run import dry_run
 from petra.runs.option_fields import check_values, option, whole_numbers
+from petra.runs.resume import read_config
 from petra.runs.run import Run
-from petra.runs.run_folder import CONFIG, check_no_run, started_by_this_job
+from petra.runs.run_folder import CHECKPOINTS, CONFIG, check_no_run, started_by_this_job
 from petra.runs.run_options import PROCESSES
 from petra.runs.weight_files import check_weights
+from petra.trainer.checkpoint import LATEST
 from petra.trainer.interrupts import Interrupted
 
 
@@ -255,8 +258,10 @@ def configure(
         raise ValueError("--resume needs --out: give the folder of the run to continue")
     asked = given(options)
     written = options.out / CONFIG if options.out is not None else None
-    if options.resume and written is not None and written.exists():
-        config = RunConfig.read(written)
+    if options.resume and written is not None and (written.exists() or (options.out / CHECKPOINTS / LATEST).exists()):
+        config, warning = read_config(options.out)
+        if warning is not None and world_size() == 1:  # with --ranks, the process that starts them
+            print(f"warning: {warning}", file=sys.stderr)
         before = _flat(config.to_json())
         for name, value in _flat(asked).items():
             if name not in may_change and before.get(name) != value:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from petra.measure.timeline import Trace
+from petra.runs.file_hashes import CHANGED, is_unchanged
 from petra.runs.run_folder import CHECKPOINTS, CONFIG, FIDELITY, FIDELITY_SUMMARY, METRICS, SUMMARY, TRACE
 
 _MOST_STAGES = 6
@@ -176,7 +177,8 @@ def read_run(folder: Path, name: str, command: Callable[[Mapping[str, Any]], str
     record.every = every if isinstance(every, int) else None
     if (folder / TRACE).exists():
         try:
-            record.trace = Trace.load(folder / TRACE)
+            if _check(record, TRACE, (folder / TRACE).read_bytes()):
+                record.trace = Trace.load(folder / TRACE)
         except (ValueError, OSError) as error:
             record.problems.append(f"{TRACE} is damaged ({error}): there is no timeline")
     if not (record.config or record.metrics or record.summary):
@@ -189,6 +191,19 @@ def read_run(folder: Path, name: str, command: Callable[[Mapping[str, Any]], str
     return record
 
 
+def _check(record: RunRecord, file: str, content: bytes) -> bool:
+    """Note a file that is not what the run wrote, and return False."""
+    try:
+        if is_unchanged(record.folder, file, content):
+            return True
+        record.problems.append(f"{file} {CHANGED}")
+        return False
+    except ValueError as error:  # the hashes are damaged
+        if str(error) not in record.problems:
+            record.problems.append(str(error))
+        return True
+
+
 def _object(record: RunRecord, file: str, if_missing: str = "{} is missing") -> dict[str, Any]:
     path = record.folder / file
     if not path.exists():
@@ -196,7 +211,10 @@ def _object(record: RunRecord, file: str, if_missing: str = "{} is missing") -> 
             record.problems.append(if_missing.format(file))
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        if not _check(record, file, content):
+            return {}
+        found = json.loads(content.decode())
         if not isinstance(found, dict):
             raise ValueError("it is not an object")
         return found
@@ -212,10 +230,12 @@ def _lines(record: RunRecord, file: str, optional: bool = False) -> list[dict[st
             record.problems.append(f"{file} is missing")
         return []
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        content = path.read_bytes()
     except OSError as error:
         record.problems.append(f"{file} cannot be read ({error.strerror})")
         return []
+    _check(record, file, content)
+    lines = content.decode(errors="replace").splitlines()
     found, damaged = [], []
     for i, line in enumerate(lines, 1):
         try:

@@ -4,7 +4,8 @@ Start with `run.py`: one run from its configuration to its summary; its loop is 
 `config.py` checks and merges its options, which are the fields in `run_options.py`, with those of `recipes.py`;
 `option_fields.py` says what a field carries. `trainer_setup.py` builds the trainer, and `resume.py` restores it from a
 checkpoint.
-`run_folder.py` names the files of a run, and `summary.py` describes it. For a finished run, `trained_network.py` loads
+`run_folder.py` names the files of a run, `file_hashes.py` reads, writes and checks them, and `summary.py` describes it.
+For a finished run, `trained_network.py` loads
 its network from `weight_files.py`, `run_evaluation.py` tests it and `generation.py` writes text with it.
 `model_arguments.py` connects networks and data.
 """

@@ -22,8 +22,10 @@ from petra.pipeline import partition
 from petra.pipeline.stage import Loss
 from petra.reversible import ReversibleLayer
 from petra.runs import recipes
+from petra.runs.file_hashes import parse_json, read_json
 from petra.runs.model_arguments import options_for_both, outline
 from petra.runs.option_fields import check_values
+from petra.runs.run_folder import CONFIG_REMEDY
 from petra.runs.run_options import RunOptions
 from petra.trainer import optimizers
 from petra.trainer.loop import LoopSettings
@@ -131,36 +133,44 @@ class RunConfig(RunOptions):
         return cls(**converted)
 
     @classmethod
-    def read(cls, file: Path) -> RunConfig:
+    def read(cls, file: Path, edited: bool = False) -> RunConfig:
         """Read the `config.json` of a run.
 
         Args:
             file: The path of `config.json`.
+            edited: Also read a file that is not what the run wrote.
 
         Returns:
             The validated configuration.
 
         Raises:
-            ValueError: If the file is damaged, or its options are not valid.
+            ChangedFile: If the file is not what the run wrote.
+            ValueError: If the file is missing or damaged, or its options are not valid.
         """
+        if edited:
+            return cls._parse(file, parse_json(file, file.read_bytes(), CONFIG_REMEDY))
+        return cls._parse(file, read_json(file.parent, file.name, CONFIG_REMEDY))
+
+    @classmethod
+    def _parse(cls, file: Path, values: dict[str, Any]) -> RunConfig:
         try:
-            config = cls.from_json(json.loads(file.read_text()))
+            config = cls.from_json(values)
             config.validate()
             return config
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{file} is damaged ({error}): restore a copy, or remove the folder to start again"
-            ) from error
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{file} is damaged ({error}): {CONFIG_REMEDY}") from error
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON values, in the order of the fields."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
-    def check_unchanged(self, before: str) -> None:
+    def check_unchanged(self, before: str, may_change: Container[str] = MAY_CHANGE) -> None:
         """Raise ValueError if the checkpoint to resume from, written with the options `before`, has other options."""
         now = json.loads(json.dumps(self.to_json()))
         for name, value in json.loads(before).items():
-            if name not in MAY_CHANGE and now[name] != value:
+            if name not in may_change and now[name] != value:
                 raise ValueError(
                     f"the checkpoint was written with {name} {json.dumps(value)}, not {json.dumps(now[name])}: "
                     "restore that in config.json to resume it, or start a new run with --init-from"

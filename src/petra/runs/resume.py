@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from petra.distributed import RankPosition, Snapshot, Transport, run_together
+from petra.distributed import RankPosition, SingleProcess, Snapshot, Transport, run_together
 from petra.pipeline import Diverged, MicrobatchResult
+from petra.runs.config import RunConfig
+from petra.runs.file_hashes import ChangedFile
+from petra.runs.run_folder import CHECKPOINTS, CONFIG
 from petra.runs.trainer_setup import TrainerSetup
 from petra.trainer.checkpoint_folder import Checkpoints
+from petra.trainer.metrics import MetricsState
 from petra.trainer.progress import RunProgress
 from petra.trainer.schedules import IN_FLIGHT
 from petra.trainer.trainer import Trainer
@@ -19,10 +25,57 @@ class Restored:
     """The state of a run that a checkpoint holds next to that of the trainer."""
 
     progress: RunProgress
-    metrics_bytes: int
-    """The length of the metrics file at the checkpoint."""
+    metrics: MetricsState
+    """The metrics file at the checkpoint."""
     fill_start: int
     """The micro-batch at which the pipeline began to fill."""
+
+
+HARMLESS = ("checkpoint_every", "checkpoint_epochs", "save_best", "data", "workers")
+"""Options that may be edited in `config.json`. Data is compared with its fingerprint."""
+
+
+def read_config(folder: Path) -> tuple[RunConfig, str | None]:
+    """Read the configuration of a run to resume.
+
+    A `config.json` that is missing or damaged is replaced by the options in the last checkpoint. Options that decide
+    no result may have been edited.
+
+    Args:
+        folder: The folder of the run.
+
+    Returns:
+        The configuration, and a warning if the file was missing or damaged.
+
+    Raises:
+        ValueError: If the file was edited, or is damaged and there is no checkpoint.
+    """
+    file = folder / CONFIG
+    try:
+        return RunConfig.read(file), None
+    except ValueError as error:
+        saved = _saved_config(folder)
+        if saved is None:
+            raise
+        try:
+            found = RunConfig.read(file, edited=True)
+        except (OSError, ValueError):
+            state = "damaged" if file.exists() else "missing"
+            message = f"{file} was {state}: the run continues with the options in its last checkpoint"
+            return RunConfig.from_json(json.loads(saved)), message
+        if not isinstance(error, ChangedFile):
+            raise
+        found.check_unchanged(saved, may_change=HARMLESS)
+        return found, None
+
+
+def _saved_config(folder: Path) -> str | None:
+    """Return the options in the last checkpoint of a run; None if there is no checkpoint."""
+    checkpoints = Checkpoints(folder / CHECKPOINTS, SingleProcess())
+    if not checkpoints.exist():
+        return None
+    saved = checkpoints.run().get("config")
+    return saved if isinstance(saved, str) else None
 
 
 class StateSource(Protocol):
@@ -111,7 +164,7 @@ def restore(source: StateSource, trainer: Trainer, setup: TrainerSetup, fingerpr
             progress.count(finished)
             progress.read()
         setup.config.check_unchanged(saved["config"])
-        return Restored(progress, int(saved["metrics_bytes"]), fill_start)
+        return Restored(progress, MetricsState.of_checkpoint(saved), fill_start)
     except Diverged:
         raise
     except (KeyError, TypeError, RuntimeError) as error:

@@ -17,11 +17,13 @@ from petra.distributed.job import job_name
 from petra.measure import MemoryProbe, Timeline
 from petra.pipeline import MicrobatchResult
 from petra.runs.config import RunConfig
+from petra.runs.file_hashes import FileHash, hash_files, update, write_files
 from petra.runs.resume import SnapshotSource, restore
 from petra.runs.run_folder import (
     CHECKPOINTS,
     CONFIG,
     JOB,
+    METRICS,
     NETWORK,
     SUMMARY,
     TRACE,
@@ -33,7 +35,7 @@ from petra.runs.run_folder import (
 from petra.runs.summary import read_summary, summarise
 from petra.runs.trained_network import NetworkSpec, vocabulary_files
 from petra.runs.trainer_setup import TrainerSetup, config_warnings
-from petra.runs.weight_files import file_hashes, same_weights
+from petra.runs.weight_files import same_weights, weight_hashes
 from petra.trainer import checkpoint
 from petra.trainer.best_weights import AVERAGE, forget_newer
 from petra.trainer.callbacks import Callback
@@ -41,6 +43,7 @@ from petra.trainer.checkpoint_folder import Checkpoints
 from petra.trainer.evaluation import Evaluation
 from petra.trainer.loop import TrainingLoop
 from petra.trainer.loss import cross_entropy
+from petra.trainer.metrics import MetricsState
 from petra.trainer.progress import RunProgress
 
 
@@ -112,7 +115,7 @@ class Run(TrainingLoop):
         trainer = setup.build(
             transport, config.stages, config.schedule, placement, cuda_graph, flush_until=config.flush_until
         )
-        progress, metrics_bytes = RunProgress(), 0
+        progress, metrics = RunProgress(), MetricsState()
         self._fill_start = 0  # the micro-batch at which this pipeline began to fill
         self._measured_from = 0  # the first micro-batch at which memory may be measured
         self._ineligible_reason: str | None = None
@@ -122,7 +125,7 @@ class Run(TrainingLoop):
         if snapshot is not None or resumed:
             source = checkpoints if snapshot is None else SnapshotSource(snapshot, transport.position)
             restored = restore(source, trainer, setup, self._fingerprint)
-            progress, metrics_bytes, self._fill_start = restored.progress, restored.metrics_bytes, restored.fill_start
+            progress, metrics, self._fill_start = restored.progress, restored.metrics, restored.fill_start
             self._measured_from = trainer.executor.microbatches
         transport.gather(None)  # no rank writes before all have read their files and found no error
         if transport.position.is_main:
@@ -142,12 +145,16 @@ class Run(TrainingLoop):
             folder=folder,
             callbacks=callbacks,
             progress=progress,
-            metrics_bytes=metrics_bytes,
+            metrics=metrics,
             test_loss=cross_entropy,  # without label smoothing
             quiet=quiet,
             resume_hint=f"continue with --resume --out {folder}",
             snapshots=snapshots,
         )
+        if self.is_main:
+            self._hash_metrics()
+            for file in self._rewritten:
+                self.progress_bar.warn(f"{folder / file} was missing, damaged or edited, and has been written again")
         if snapshots is not None and begun:
             self.progress_bar.write(f"continuing from micro-batch {self.progress.microbatches}")
         elif resume and not resumed:
@@ -184,10 +191,9 @@ class Run(TrainingLoop):
         elif checkpoints.have_changed():
             self._folder_lock.close()
             raise ValueError(f"another process has trained in {folder} meanwhile: --resume continues from there")
-        checkpoint.write_json(folder / CONFIG, self.config.to_json())
-        checkpoint.write_json(folder / NETWORK, asdict(self._network_spec))
-        for file, content in vocabulary_files(self._data).items():
-            checkpoint.write_bytes(folder / file, content)
+        described = {CONFIG: self.config.to_json(), NETWORK: asdict(self._network_spec)}
+        contents = {name: checkpoint.to_json_bytes(value) for name, value in described.items()}
+        self._rewritten = write_files(folder, {**contents, **vocabulary_files(self._data)})
         if name := job_name():
             checkpoint.write_json(folder / JOB, name)
 
@@ -243,12 +249,23 @@ class Run(TrainingLoop):
     def _before_end(self) -> None:
         self._trace(ending=True)
 
+    def _save(self) -> None:
+        super()._save()
+        if self.is_main:
+            self._hash_metrics()
+
+    def _hash_metrics(self) -> None:
+        """Record the hash of the metrics so far."""
+        metrics = self.metrics.state
+        update(self.run_folder, {METRICS: FileHash(metrics.keep_bytes, metrics.sha256)})
+
     def _trace(self, ending: bool = False) -> None:
         if self._timeline is None or not (ending or self._timeline.full):
             return
         trace, self._timeline = self._timeline.finish(), None
         if self.transport.position.is_main:
             trace.save(self.run_folder / TRACE)
+            hash_files(self.run_folder, [TRACE])
             self.progress_bar.write(
                 f"{trace.table()}\ntrace in {self.run_folder / TRACE}: open it at https://ui.perfetto.dev"
             )
@@ -305,9 +322,10 @@ class Run(TrainingLoop):
             self._best.commit()  # the summary has its hash
             if averages is not None:
                 checkpoint.export_weights(averages, self.run_folder / AVERAGE)
-            self._summary |= file_hashes(self.run_folder, list(weights))
+            self._summary |= weight_hashes(self.run_folder, list(weights), self.progress.best_sha256)
             checkpoint.export_weights(weights, self.run_folder / WEIGHTS)
-            checkpoint.write_json(self.run_folder / SUMMARY, self._summary)
+            write_files(self.run_folder, {SUMMARY: checkpoint.to_json_bytes(self._summary)})
+            self._hash_metrics()
         self.transport.gather(None)
         self.progress.finished = True
         self._save()
@@ -320,7 +338,11 @@ class Run(TrainingLoop):
             if not same_weights(weights, path):
                 checkpoint.export_weights(weights, path)
                 self.progress_bar.write(f"{path} was missing or damaged, and has been written again")
-        return read_summary(self.run_folder / SUMMARY)
+        summary = read_summary(self.run_folder, complete=True)
+        self.transport.gather(None)  # all ranks have read it
+        if self.is_main:
+            hash_files(self.run_folder, [SUMMARY])  # an older version has not
+        return summary
 
     def _whole_network(self) -> dict[str, torch.Tensor]:
         """All weights in the order of the network, those of other ranks from the last checkpoint."""

@@ -9,9 +9,18 @@ import torch
 
 from petra.data import Data, ImageData, ImageFileData, TokenData, bits_per_byte, close_batches
 from petra.runs.config import RunConfig
+from petra.runs.file_hashes import read_bytes
 from petra.runs.model_arguments import check_fits
 from petra.runs.run_folder import CONFIG, TOKENIZER
-from petra.runs.trained_network import NetworkSpec, class_names, load, read_vocabulary, token_kind, vocabulary_files
+from petra.runs.trained_network import (
+    TOKENS_REMEDY,
+    NetworkSpec,
+    class_names,
+    load,
+    read_vocabulary,
+    token_kind,
+    vocabulary_files,
+)
 from petra.trainer.evaluation import evaluate_network
 from petra.trainer.loss import cross_entropy
 
@@ -116,9 +125,7 @@ def _check_tokenizer(data: Data, spec: str, folder: Path) -> Data:
         raise ValueError(
             f"the network does not read tokens of a tokenizer.json, as {spec} has: give data as in the run"
         )
-    if not own.exists():
-        raise ValueError(f"{own} is missing: restore it, because it defines the tokens")
-    if vocabulary_files(data) != {TOKENIZER: own.read_bytes()}:
+    if vocabulary_files(data) != {TOKENIZER: read_bytes(folder, TOKENIZER, TOKENS_REMEDY)}:
         raise ValueError(
             f"{spec} was not encoded with the tokenizer of the run: give tokens of `petra tokenize --tokenizer {own}`"
         )

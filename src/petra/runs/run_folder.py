@@ -10,15 +10,19 @@ from pathlib import Path
 from petra.distributed.job import job_name, restart_count
 from petra.trainer.best_weights import AVERAGE, BEST, CHECKPOINTED, PENDING
 from petra.trainer.checkpoint_folder import remove_all
+from petra.trainer.metrics import DAMAGED
 
 FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "weights.safetensors", "trace.json", "job.json"),
     *("vocabulary.json", "tokenizer.json", "network.json", "fidelity.jsonl", "fidelity.json", "fidelity.png"),
-    *("report.html", BEST, PENDING, CHECKPOINTED, AVERAGE, "wandb.json", "mlflow.json"),
+    *("report.html", BEST, PENDING, CHECKPOINTED, AVERAGE, "wandb.json", "mlflow.json", "hashes.json", DAMAGED),
 )
 CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *_OTHERS = FILES
 FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, REPORT, *_ = _OTHERS
+HASHES = "hashes.json"
 CHECKPOINTS = "checkpoint"
+CONFIG_REMEDY = f"restore a copy; if you edited it on purpose, remove {HASHES}"
+"""What to do about a `config.json` that is not what the run wrote."""
 
 
 class FolderLock:
@@ -79,14 +83,19 @@ def check_finished(folder: Path) -> None:
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give the folder of a run")
     if not (folder / CONFIG).exists():
+        if (folder / NETWORK).exists():
+            raise ValueError(f"{folder / CONFIG} is missing: {CONFIG_REMEDY}")
         if all((folder / name).exists() for name in (SUMMARY, WEIGHTS)):
             raise ValueError(
                 f"{folder} was written by Trainer.fit, which does not record the network: create the network, and give "
                 f"safetensors.torch.load_file('{folder / WEIGHTS}') to its load_state_dict"
             )
         raise ValueError(f"{folder} holds no run: give the folder of one, as `petra train` writes it")
-    if not all((folder / name).exists() for name in (SUMMARY, WEIGHTS)):
-        raise ValueError(f"the run in {folder} has not finished: `petra train --resume --out {folder}` finishes it")
+    if missing := [name for name in (SUMMARY, WEIGHTS) if not (folder / name).exists()]:
+        raise ValueError(
+            f"the run in {folder} has not finished (there is no {missing[0]}): "
+            f"`petra train --resume --out {folder}` finishes it"
+        )
 
 
 def started_by_this_job(folder: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,11 @@ from torch import Tensor
 
 from petra.measure import environment
 from petra.runs.config import RunConfig
+from petra.runs.file_hashes import read_json
+from petra.runs.run_folder import SUMMARY
 from petra.trainer.progress import RunProgress
-from petra.trainer.trainer import Trainer, weights_hash
+from petra.trainer.state import weights_hash
+from petra.trainer.trainer import Trainer
 
 
 def summarise(
@@ -74,9 +76,32 @@ def summarise(
     }
 
 
-def read_summary(file: Path) -> dict[str, Any]:
-    """Read `summary.json`; raise ValueError if it is damaged."""
-    try:
-        return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}): remove it and resume again") from error
+def read_summary(folder: Path, complete: bool = False) -> dict[str, Any]:
+    """Read `summary.json` from the folder of a run.
+
+    Args:
+        folder: The folder of the run.
+        complete: Check that it has all values that the result of a training is printed from.
+
+    Returns:
+        Its contents.
+
+    Raises:
+        ValueError: If it is missing or damaged.
+    """
+    remedy = f"restore a copy, or remove it and let `petra train --resume --out {folder}` write it again"
+    found: dict[str, Any] = read_json(folder, SUMMARY, remedy)
+    for name, kind in _PRINTED.items() if complete else ():
+        if not isinstance(found.get(name), kind):
+            raise ValueError(f"{folder / SUMMARY} is damaged (it has no valid {name}): {remedy}")
+    return found
+
+
+_NUMBERS = ("test_accuracy", "best_test_accuracy", "best_epoch", "test_loss", "samples_per_second")
+_PRINTED: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("method", "schedule"), str),
+    **dict.fromkeys(("stages", "corrections", "memory_bytes"), list),
+    **dict.fromkeys(("ranks", "replicas", "activation_peak_bytes"), int),
+    **dict.fromkeys(_NUMBERS, (int, float)),
+}
+"""The types of the values that `petra train` and `petra compare` print."""

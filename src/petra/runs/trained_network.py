@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,15 @@ from petra.data.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceT
 from petra.models.imported import is_import_path
 from petra.reversible import FixedPointCoupling, Network
 from petra.runs.config import RunConfig
+from petra.runs.file_hashes import read_bytes, read_json
 from petra.runs.model_arguments import build_network, check_options, default_arguments, network_arguments
 from petra.runs.run_folder import CONFIG, NETWORK, TOKENIZER, VOCABULARY, check_finished
 from petra.runs.weight_files import check_hash, check_names, other_shapes, read_weights, weight_file
 from petra.trainer.checkpoint import to_json_bytes
 from petra.trainer.validation import check_device
+
+TOKENS_REMEDY = "restore it, because it defines the tokens"
+"""What to do about a missing or damaged vocabulary or tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,9 @@ class NetworkSpec:
     def read(cls, folder: Path) -> NetworkSpec:
         """Read `network.json` from the folder of a run; raise ValueError if it is missing or damaged."""
         file, remedy = folder / NETWORK, f"`petra train --resume --out {folder}` writes it again"
-        if not file.exists():
-            raise ValueError(f"{file} is missing: {remedy}")
+        values = read_json(folder, NETWORK, remedy)
         try:
-            spec = cls(**json.loads(file.read_text()))
+            spec = cls(**values)
             if not isinstance(spec.model, str):
                 raise TypeError("model is not a name")
         except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -131,16 +133,10 @@ def read_vocabulary(folder: Path) -> tuple[str, ...]:
     """Return the text of each token of a run on text; empty if tokens are bytes or those of a `tokenizer.json`."""
     if token_kind(folder) in ("bytes", "tokens"):
         return ()
-    file = folder / VOCABULARY
-    try:
-        found = tuple(json.loads(file.read_text()))
-        if not all(isinstance(entry, str) for entry in found):
-            raise TypeError("its entries are not strings")
-        return found
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing: restore it, because it defines the tokens") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}): restore a copy") from error
+    entries = read_json(folder, VOCABULARY, TOKENS_REMEDY, list)
+    if not all(isinstance(entry, str) for entry in entries):
+        raise ValueError(f"{folder / VOCABULARY} is damaged (its entries are not strings): {TOKENS_REMEDY}")
+    return tuple(entries)
 
 
 def vocabulary_files(data: Data) -> dict[str, bytes]:
@@ -174,8 +170,7 @@ def read_tokenizer(folder: Path, where: str) -> Tokenizer:
     if kind != "tokens":
         return CharacterTokenizer(read_vocabulary(folder), where)
     file, end = folder / TOKENIZER, NetworkSpec.read(folder).end_of_text
-    if not file.exists():
-        raise ValueError(f"{file} is missing: restore it, because it defines the tokens")
+    read_bytes(folder, TOKENIZER, TOKENS_REMEDY)  # compares it with its hash
     return HuggingFaceTokenizer.read(file) if end is None else HuggingFaceTokenizer.read(file, end)
 
 

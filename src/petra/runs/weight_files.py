@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from petra.formatting import first_line, suggestion
+from petra.runs.file_hashes import read_bytes
 from petra.runs.run_folder import SUMMARY, TOKENIZER, VOCABULARY, WEIGHTS, check_finished
 from petra.runs.summary import read_summary
 from petra.trainer.best_weights import AVERAGE, BEST
-from petra.trainer.trainer import weights_hash
+from petra.trainer.state import weights_hash
 
 WEIGHT_FILES = {"last": WEIGHTS, "best": BEST, "ema": AVERAGE}
 """The files with weights of a run."""
-HASHES = {WEIGHTS: "weights_sha256", BEST: "best_sha256", AVERAGE: "ema_sha256"}
+WEIGHT_HASHES = {WEIGHTS: "weights_sha256", BEST: "best_sha256", AVERAGE: "ema_sha256"}
 """Their hashes in the summary."""
 
 
@@ -98,7 +99,8 @@ def init_weights(network: nn.Module, source: str, vocabulary_files: Mapping[str,
             own[name].copy_(weights[name])
     kept = f"; of another shape there, so initialised randomly: {', '.join(other)}" if other else ""
     before = [file.with_name(name) for name in (VOCABULARY, TOKENIZER)] if file.name == WEIGHTS else []
-    known = {path.name: path.read_bytes() for path in before if path.exists()}
+    remedy = "restore a copy, because it defines the tokens"
+    known = {path.name: read_bytes(path.parent, path.name, remedy) for path in before if path.exists()}
     renamed = "; its vocabulary differs, so tokens stand for other texts" * (known not in ({}, vocabulary_files))
     return f"starts from the weights of {file}{kept}{renamed}"
 
@@ -110,23 +112,41 @@ def weight_file(folder: Path, weights: str) -> Path:
     file = folder / WEIGHT_FILES[weights]
     if not file.exists():
         why = {"best": "was trained with --no-save-best", "ema": "was trained without --ema"}[weights]
+        if WEIGHT_HASHES[file.name] in read_summary(folder):
+            raise ValueError(f"{file} is missing: restore a copy, or use the last weights")
         raise ValueError(f"{file} does not exist: the run {why}, so it has the last weights only")
     return file
 
 
-def file_hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the hashes of the best and averaged weights of a run, with tensors in the order of `names`."""
-    hashes = {}
-    for name, key in HASHES.items():
-        if name != WEIGHTS and (folder / name).exists():
+def weight_hashes(folder: Path, names: Sequence[str], best: str | None) -> dict[str, str]:
+    """Return the hashes of the best and averaged weights of a run for its summary.
+
+    Args:
+        folder: The folder of the run.
+        names: The order of the tensors.
+        best: The hash of the best weights when they were written; None if it is not known.
+
+    Returns:
+        Hashes by their names in the summary.
+
+    Raises:
+        ValueError: If a file is damaged.
+    """
+    hashes = {} if best is None else {WEIGHT_HASHES[BEST]: best}
+    for name, key in WEIGHT_HASHES.items():
+        if name != WEIGHTS and key not in hashes and (folder / name).exists():
             found = read_weights(folder / name)
+            if missing := set(names) - found.keys():
+                raise ValueError(
+                    f"{folder / name} is damaged (it has no {_some(missing)}): restore a copy, or remove it"
+                )
             hashes[key] = weights_hash({n: found[n] for n in names})
     return hashes
 
 
 def check_hash(weights: Mapping[str, Tensor], folder: Path, name: str = WEIGHTS) -> None:
     """Raise ValueError unless `weights`, in the order of the network, have the hash in the summary of the run."""
-    if weights_hash(weights) != read_summary(folder / SUMMARY).get(HASHES[name]):
+    if weights_hash(weights) != read_summary(folder).get(WEIGHT_HASHES[name]):
         if name != WEIGHTS:
             raise ValueError(
                 f"{folder / name} is not what the run wrote (its hash is not the one in {SUMMARY}): restore a copy"

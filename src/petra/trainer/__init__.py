@@ -20,7 +20,8 @@ from petra.trainer.fit import FitResult
 from petra.trainer.loop import LoopSettings, TrainingLoop
 from petra.trainer.loss import cross_entropy
 from petra.trainer.stability import StalenessWarning
-from petra.trainer.trainer import Trainer, weights_hash
+from petra.trainer.state import weights_hash
+from petra.trainer.trainer import Trainer
 
 __all__ = [
     "Callback",

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from petra.distributed import Transport
 from petra.trainer.checkpoint import export_weights
 from petra.trainer.progress import RunProgress
+from petra.trainer.state import weights_hash
 
 if TYPE_CHECKING:
     from petra.trainer.trainer import Trainer
@@ -75,14 +77,16 @@ class BestWeights:
     def __init__(self, folder: Path | None, trainer: Trainer) -> None:
         self._folder, self._trainer = folder, trainer
 
-    def write(self, step: int) -> None:
-        """Write the current weights; all ranks call it."""
+    def write(self, step: int) -> str | None:
+        """Write the current weights, and return their hash; all ranks call it, and only the main one has a hash."""
         if self._folder is None:
-            return
+            return None
         weights = self._trainer.weights(average=self._trainer.ema is not None)
-        if weights is not None:
-            assert self._folder is not None
-            export_weights(weights, self._folder / PENDING, {"step": str(step)})
+        if weights is None:
+            return None
+        assert self._folder is not None
+        export_weights(weights, self._folder / PENDING, {"step": str(step)})
+        return weights_hash(weights)
 
     def start_checkpoint(self) -> None:
         """Note that a checkpoint has started, which knows the weights that were written last."""
@@ -96,14 +100,26 @@ class BestWeights:
         if self._folder is not None and self._is_main and (self._folder / name).exists():
             (self._folder / name).replace(self._folder / to)
 
-    def recover(self, step: int) -> None:
-        """Commit or remove weights that were written before the process ended; ``step`` is that of the checkpoint."""
+    def recover(self, progress: RunProgress) -> str | None:
+        """Commit or remove weights that were written before the process ended.
+
+        Args:
+            progress: The progress at the checkpoint.
+
+        Returns:
+            A warning if the best weights are missing or damaged.
+        """
         if self._folder is None or not self._is_main:
-            return
+            return None
         for name in (CHECKPOINTED, PENDING):
-            if (self._folder / name).exists() and _step_of(self._folder / name) == step > 0:
+            if (self._folder / name).exists() and _step_of(self._folder / name) == progress.best_step > 0:
                 self._rename(name, BEST)
             (self._folder / name).unlink(missing_ok=True)
+        file, expected = self._folder / BEST, progress.best_sha256
+        if expected is None or _hash_of(file, list(self._trainer.network.state_dict())) == expected:
+            return None
+        state = "damaged or of another run" if file.exists() else "missing"
+        return f"{file} is {state}: restore a copy, or do without the weights of step {progress.best_step}"
 
     @property
     def _is_main(self) -> bool:
@@ -127,7 +143,16 @@ def forget_newer(folder: Path, progress: RunProgress, transport: Transport) -> R
         return progress
     if newer:
         file.unlink()
-    return replace(progress, best=None, best_accuracy=-1.0, best_epoch=0, best_step=0)
+    return replace(progress, best=None, best_accuracy=-1.0, best_epoch=0, best_step=0, best_sha256=None)
+
+
+def _hash_of(file: Path, names: list[str]) -> str | None:
+    """Return the hash of the weights in a file, in the order of `names`; None if it is missing or damaged."""
+    try:
+        found = load_file(file)
+        return weights_hash({name: found[name] for name in names if name in found})
+    except (SafetensorError, OSError):
+        return None
 
 
 def _step_of(file: Path) -> int:

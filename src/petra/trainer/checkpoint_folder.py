@@ -198,7 +198,8 @@ class Checkpoints:
             if self.have_changed():  # a newer one replaces older ones
                 run = self.folder.parent
                 raise ValueError(f"another process is training in {run}: wait until it ends to --resume it") from None
-            missing = f"{name} of the last checkpoint is not in {self.folder}: restore it"
+            folder = self.folder / _name(self._number)
+            missing = f"{name} of the last checkpoint is not in {folder}, which {LATEST} names: restore it"
             raise ValueError(f"{missing}, or remove {self.folder} to start again") from None
         except ValueError as error:
             raise ValueError(f"{error}, or remove {self.folder} to start again") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from petra.trainer.checkpoint import export_weights, write_json
 from petra.trainer.checkpoint_folder import Checkpoints
 from petra.trainer.defaults import WarmupAndDecay
 from petra.trainer.loop import LoopSettings, TrainingLoop
+from petra.trainer.metrics import MetricsState, parse_records
 from petra.trainer.progress import RunProgress
 from petra.trainer.sources import LoaderSource, as_source
 
@@ -70,7 +70,7 @@ class Fit(TrainingLoop):
         callbacks: Sequence[Callback],
         quiet: bool,
     ) -> None:
-        progress, metrics_bytes = RunProgress(), 0
+        progress, metrics = RunProgress(), None
         checkpoints = None
         if out is not None:
             checkpoints = Checkpoints(out / CHECKPOINTS, trainer.transport, keep=settings.keep, number=from_checkpoint)
@@ -79,7 +79,7 @@ class Fit(TrainingLoop):
                     raise ValueError(
                         f"{out} holds a training already: give resume=True to continue it, or another folder"
                     )
-                progress, metrics_bytes = _restore(checkpoints, trainer, train)
+                progress, metrics = _restore(checkpoints, trainer, train)
                 if from_checkpoint is not None:
                     checkpoints.rewind()
                     progress = forget_newer(out, progress, trainer.transport)
@@ -92,7 +92,7 @@ class Fit(TrainingLoop):
             folder=out,
             callbacks=callbacks,
             progress=progress,
-            metrics_bytes=metrics_bytes,
+            metrics=metrics,
             quiet=quiet,
             resume_hint="fit(..., resume=True) continues" if out is not None else "there is no folder to continue from",
         )
@@ -144,7 +144,8 @@ class Fit(TrainingLoop):
         """Return the result after the end of training."""
         progress, records = self.progress, self.records
         if self.folder is not None and self.is_main:
-            records = [json.loads(line) for line in (self.folder / METRICS).read_text().splitlines()]
+            file = self.folder / METRICS
+            records = parse_records(file, file.read_bytes(), "another process has written into it")
         evaluated = [record for record in records if "train_loss" in record]
         return FitResult(
             steps=self.step,
@@ -231,8 +232,8 @@ def _batches_of(test: Iterable[Any] | BatchSource) -> Iterable[Any]:
     return test.epoch(0) if isinstance(test, BatchSource) else test
 
 
-def _restore(checkpoints: Checkpoints, trainer: Trainer, train: BatchSource) -> tuple[RunProgress, int]:
-    """Load the last checkpoint; return the progress, and the length of the metrics file."""
+def _restore(checkpoints: Checkpoints, trainer: Trainer, train: BatchSource) -> tuple[RunProgress, MetricsState]:
+    """Load the last checkpoint; return the progress, and the metrics file at the checkpoint."""
     trainer.transport.activity.now("reading a checkpoint")
     position, saved = trainer.transport.position, checkpoints.run()
     try:
@@ -245,7 +246,7 @@ def _restore(checkpoints: Checkpoints, trainer: Trainer, train: BatchSource) -> 
             train.load_state_dict(saved["source"], within=progress.batch > 0)
         elif saved["source"] is not None:
             train.load_state_dict(saved["source"])  # type: ignore[attr-defined]
-        return progress.of_rank(position.is_main), int(saved["metrics_bytes"])
+        return progress.of_rank(position.is_main), MetricsState.of_checkpoint(saved)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"{checkpoints.folder} does not fit the trainer ({error}): give the network and options it was written with"

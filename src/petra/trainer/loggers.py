@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from petra.formatting import unknown
 from petra.trainer.callbacks import Callback
 from petra.trainer.checkpoint import write_bytes, write_json
+from petra.trainer.metrics import parse_records
 
 if TYPE_CHECKING:
     from petra.trainer.loop import TrainingLoop
@@ -28,8 +29,10 @@ class JsonLogger(Callback):
 
     def on_start(self, loop: TrainingLoop) -> None:
         if loop.is_main:
-            lines = self._file.read_text().splitlines() if self._file.exists() and loop.step > 0 else []
-            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= loop.step]
+            remedy = "remove it to start a new one"
+            content = self._file.read_bytes() if self._file.exists() and loop.step > 0 else b""
+            records = parse_records(self._file, content, remedy)
+            kept = [json.dumps(record) + "\n" for record in records if record.get("step", 0) <= loop.step]
             write_bytes(self._file, "".join(kept).encode())
 
     def on_log(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
@@ -200,7 +203,10 @@ def _read(loop: TrainingLoop, name: str) -> str | None:
     """Return the identity under which a training that continues was logged before."""
     if loop.folder is None or loop.step == 0 or not (loop.folder / name).exists():
         return None
-    return str(json.loads((loop.folder / name).read_text())["id"])
+    try:
+        return str(json.loads((loop.folder / name).read_bytes())["id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{loop.folder / name} is damaged ({error}): remove it to log as a new run") from error
 
 
 def _write(loop: TrainingLoop, name: str, identity: str) -> None:

@@ -17,7 +17,7 @@ from petra.trainer.callbacks import Callback
 from petra.trainer.checkpoint_folder import Checkpoints, check_finite
 from petra.trainer.evaluation import Evaluation
 from petra.trainer.interrupts import Interrupted, stop_on_signal
-from petra.trainer.metrics import MetricsLog
+from petra.trainer.metrics import MetricsLog, MetricsState
 from petra.trainer.progress import RunProgress, ThroughputTimer
 from petra.trainer.progress_bar import ProgressBar
 from petra.trainer.trainer import Trainer
@@ -66,7 +66,7 @@ class TrainingLoop:
         folder: The folder of metrics and best weights; None writes none.
         callbacks: Called at the events of the training.
         progress: The progress of the training so far.
-        metrics_bytes: The length of the metrics file at the checkpoint.
+        metrics: The metrics file at the checkpoint.
         test_loss: The loss of evaluations, if it is not that of training.
         quiet: Print no progress.
         resume_hint: What to do after an interruption, for the message.
@@ -87,7 +87,7 @@ class TrainingLoop:
         folder: Path | None = None,
         callbacks: Sequence[Callback] = (),
         progress: RunProgress | None = None,
-        metrics_bytes: int = 0,
+        metrics: MetricsState | None = None,
         test_loss: Loss | None = None,
         quiet: bool = False,
         resume_hint: str = "continue from the last checkpoint",
@@ -106,15 +106,21 @@ class TrainingLoop:
         self._steps_per_update = int(trainer.layout["accumulate"])
         self._monitor = Monitor(settings.monitor, settings.min_delta)
         self._best = BestWeights(folder if settings.save_best else None, trainer)
-        self._best.recover(self.progress.best_step)
+        best_problem = self._best.recover(self.progress)
+        if snapshots is not None and snapshots.complete is not None:
+            best_problem = None  # after a recovery, the next evaluations write the same weights again
         self._timer = ThroughputTimer(self.progress, self.device)
         self.records: list[dict[str, Any]] = []
         """The records of metrics of this process, the oldest first; none from before a checkpoint."""
-        self.metrics = MetricsLog(folder / "metrics.jsonl" if folder and self.is_main else None, metrics_bytes)
+        metrics_file = folder / "metrics.jsonl" if folder and self.is_main else None
+        self.metrics = MetricsLog(metrics_file, **vars(metrics or MetricsState()))
         self.folder = folder
         """The folder of the training; None writes no files."""
         title, epochs, steps = trainer.method.name, settings.epochs, settings.max_steps
         self.progress_bar = ProgressBar(title, epochs, batch_count(train), quiet or not self.is_main, steps)
+        for problem in (self.metrics.problem, best_problem):
+            if problem is not None:
+                self.progress_bar.warn(problem)
 
     @property
     def is_main(self) -> bool:
@@ -318,7 +324,7 @@ class TrainingLoop:
             self.progress_bar.end(record)
         progress.evaluated_at = progress.microbatches
         if self._monitor.update(progress, record, self.step, self.epoch):
-            self._best.write(self.step)
+            progress.best_sha256 = self._best.write(self.step)
         if self.settings.patience is not None and progress.stale_evaluations >= self.settings.patience:
             self._stopping = True
 
@@ -348,7 +354,7 @@ class TrainingLoop:
         if reset:
             progress.reset_sums()
         self.records.append(record)
-        self.metrics.write(record)
+        self.metrics.write(record, evaluation=reset)
         self._call("on_log", record)
         return record
 
@@ -405,7 +411,7 @@ class TrainingLoop:
             "executor": state["executor"],
             "placement": self.trainer.placement,
             "progress": asdict(progress),
-            "metrics_bytes": self.metrics.size,
+            "metrics": asdict(self.metrics.state),
             **self._identity(),
         }
         return {"run": run, "stages": state["stages"]}

@@ -38,6 +38,8 @@ class RunProgress:
     """The test accuracy of the best weights."""
     best_epoch: float = 0
     best_step: int = 0
+    best_sha256: str | None = None
+    """The hash of the best weights; None if there are none, or in a checkpoint of an older version."""
     stale_evaluations: int = 0
     """The evaluations since the monitored metric last improved by more than `min_delta`."""
     reference: float | None = None

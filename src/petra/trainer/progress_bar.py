@@ -87,6 +87,10 @@ class ProgressBar:
         if not self._quiet:
             tqdm.write(text, file=sys.stderr)
 
+    def warn(self, text: str) -> None:
+        """Print a warning, also if the training is quiet."""
+        tqdm.write(f"warning: {text}", file=sys.stderr)
+
     def close(self) -> None:
         """Remove the bar."""
         if self._bar is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -287,3 +288,20 @@ def _regrouped(example: Mapping[str, Any], sources: list[tuple[Mapping[str, Any]
             parts = range(len(value))
             result[key] = [_regrouped(value[i], [(s[key][i], number) for s, number in sources]) for i in parts]
     return result
+
+
+def weights_hash(network: Mapping[str, Any]) -> str:
+    """Return a hash of all weights and running statistics.
+
+    Args:
+        network: The `state_dict()` of a network.
+
+    Returns:
+        The SHA-256 in hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name, value in network.items():
+        digest.update(name.encode())
+        if isinstance(value, Tensor):  # a module's extra state can be anything
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

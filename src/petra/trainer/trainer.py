@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -46,6 +45,7 @@ from petra.trainer.early_stopping import EarlyStopping
 from petra.trainer.evaluation import Evaluation, device_of, evaluate, to_device
 from petra.trainer.schedules import choose_schedule
 from petra.trainer.stability import StalenessWarning
+from petra.trainer.state import weights_hash
 from petra.trainer.validation import (
     DEFAULT_STAGES,
     SchedulerFactory,
@@ -613,20 +613,3 @@ class Trainer:
         """Return a stage's part of the state. Entries of the network itself are in the first stage."""
         found = self.network.state_dict()
         return {name: value for name, value in found.items() if self._stage_of.get(name, 0) == stage}
-
-
-def weights_hash(network: Mapping[str, Any]) -> str:
-    """Return a hash of all weights and running statistics.
-
-    Args:
-        network: The `state_dict()` of a network.
-
-    Returns:
-        The SHA-256 in hexadecimal digits.
-    """
-    digest = hashlib.sha256()
-    for name, value in network.items():
-        digest.update(name.encode())
-        if isinstance(value, Tensor):  # a module's extra state can be anything
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
