@@ -518,7 +518,7 @@ def test_parameters_without_momentum_or_gradient():
         (["shrink:nan"], {}, "more than 0 and at most 1"),
         (["discrepancy:1"], {}, "0 or more and less than 1"),
         ("predict", {}, "give a list of names"),
-        (None, {}, "corrections is None: give a list of names"),
+        (7, {}, "corrections is 7: give a list of names"),
         (["predict"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "momentum of SGD, which is 0"),
         (["coast"], {"optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "or leave coast out"),
         (["predict"], {"optimizer": torch.optim.RMSprop}, "not RMSprop"),
