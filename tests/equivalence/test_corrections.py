@@ -7,7 +7,7 @@ import torch
 from helpers.delayed_reference import data, network, train
 from helpers.networks import batches, mixed_network
 from helpers.trainers import make, same_weights, trained
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -128,7 +128,6 @@ def test_formulas(name, method):
         check_against_formulas(2, k, schedule, [9, 6], method, SETS[name], "sgd")
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     blocks=st.integers(0, 3),
     k=st.integers(1, 4),
