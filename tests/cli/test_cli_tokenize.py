@@ -117,7 +117,8 @@ def test_bits_per_byte_of_characters_and_bytes(tmp_path, capsys):
         assert summary["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
-def test_the_comparison_has_bits_per_byte(tokens, tmp_path, capsys):
+def test_the_comparison_has_bits_per_byte(tokens, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # the header is one line
     options = [*COMMON, *GPT, "--data", f"tokens:{tokens}", "--out", tmp_path / "both"]
     assert call("compare", *options, "--methods", "reversible", "petra") == 0
     header, _, *rows = capsys.readouterr().out.splitlines()

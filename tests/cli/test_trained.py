@@ -137,7 +137,15 @@ def test_a_lost_network_file_is_written_again_by_resuming(digits):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "3", '{"model": "revnet18"}', '{"model": "revnet", "arguments": {}}', '{"model": 3, "x": 1}']
+    "text",
+    [
+        "{",
+        "[]",
+        "3",
+        '{"model": "revnet18"}',
+        '{"model": "revnet18", "arguments": {"width": "x"}}',
+        '{"model": 3, "x": 1}',
+    ],
 )
 def test_a_damaged_description(copy, text):
     (copy / "network.json").write_text(text)

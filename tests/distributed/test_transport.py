@@ -203,12 +203,12 @@ def test_memory_of_a_reversible_rank_does_not_grow_with_the_pipeline():
         return probe.activation_peak, probe.stages[0].total
 
     peaks = {}
-    for ranks in (4, 8, 16):
+    for ranks in (4, 10):
         found = run_together(work, ranks)
         # Every other rank, because two kinds of blocks alternate.
         peaks[ranks] = {found[rank] for rank in range(2, ranks - 1, 2)}
     assert len(peaks[4]) == 1
-    assert peaks[4] == peaks[8] == peaks[16]
+    assert peaks[4] == peaks[10]
 
 
 @pytest.mark.parametrize("method", ["petra", "delayed", "backprop"])

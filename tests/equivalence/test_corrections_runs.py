@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import re
 import threading
 from math import prod
 from pathlib import Path
@@ -422,12 +423,15 @@ def test_a_comparison_corrects_where_there_is_something_to_correct(tmp_path):
     assert [summary["corrections"] for summary in said] == [[], ["predict"]]
 
 
-def test_corrections_are_listed(capsys):
+def test_corrections_are_listed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # nothing is wrapped
     assert main(["corrections"]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"--corrections {name}" in printed for name in ("predict", "spike", "shrink:0.9", "reschedule:1000"))
-    status = {line.split()[0]: "experimental" in line for line in printed.split("\n\n")[0].splitlines()[2:]}
-    assert status == {name: kind.experimental for name, kind in CORRECTIONS.items()}
+    header, _, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    names, _, examples, status = zip(*(re.split("  +", line) for line in lines), strict=True)
+    assert header.split() == ["correction", "what", "it", "does", "--corrections", "status"]
+    assert list(names) == list(CORRECTIONS)
+    assert list(examples) == [kind.example for kind in CORRECTIONS.values()]
+    assert [s == "experimental" for s in status] == [kind.experimental for kind in CORRECTIONS.values()]
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "corrections.md").read_text()
     assert all(f"`{name}" in guide for name in CORRECTIONS)
 

@@ -41,6 +41,7 @@ def test_the_memory_of_stages_is_all_that_is_allocated(method):
     held = [t for stage in trainer.stages for ts in stage.tensors_by_category().values() for t in ts]
     held += [t for stage in range(4) for t in trainer.executor.mailbox.tensors(stage)]
     held += [targets for targets, _ in trainer.executor.mailbox.targets.values()]
+    held.append(trainer._loss_so_far)  # one number, for `last_loss`
     ours = {storage_id(x) for x, _ in data} | {storage._cdata for storage in before}
     assert allocated(prof) == nbytes(t for t in held if storage_id(t) not in ours)
 

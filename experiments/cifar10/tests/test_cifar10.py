@@ -1,6 +1,7 @@
 """The experiments on CIFAR-10: the plans, how they are run, and tables and figures of given results."""
 
 import argparse
+import functools
 import json
 import sys
 import threading
@@ -28,13 +29,18 @@ PLANS, replay = plans.PLANS, replays.replay
 ALL = {trial.name: trial for plan in PLANS.values() for trial in plan}
 
 
+@functools.cache
+def parser():
+    found = argparse.ArgumentParser()
+    add_run_options(found, with_method=True)
+    add_checkpoint_options(found)
+    found.add_argument("--every", type=int)
+    return found
+
+
 def configured(trial):
     """The configuration that Petra makes from the command line of a trial."""
-    parser = argparse.ArgumentParser()
-    add_run_options(parser, with_method=True)
-    add_checkpoint_options(parser)
-    parser.add_argument("--every", type=int)
-    options = parser.parse_args([*trial.arguments()[1:], "--data", "digits"])
+    options = parser().parse_args([*trial.arguments()[1:], "--data", "digits"])
     return RunConfig.from_options(options.recipe, given(options))
 
 
@@ -55,16 +61,15 @@ def test_every_trial_is_a_configuration(monkeypatch):
 
 
 def test_the_paper_s_recipe():
-    by_name = {name: configured(trial) for name, trial in ALL.items()}
-    petra = by_name["revnet18-petra-lock-step-k4-e100-s1"]
+    petra = configured(ALL["revnet18-petra-lock-step-k4-e100-s1"])
     assert (petra.epochs, petra.batch_size, petra.base_lr, petra.seed, petra.stages) == (100, 64, 0.1, 1, 10)
     assert (petra.decay, petra.lr_milestones, petra.warmup_epochs) == (5e-4, (0.5, 0.75), 5.0)
-    backprop = by_name["resnet18-backprop-k1-e100-s0"]
+    backprop = configured(ALL["resnet18-backprop-k1-e100-s0"])
     assert (backprop.batch_size, backprop.base_lr, backprop.schedule) == (128, 0.1, None)
-    short = by_name["revnet18-petra-low-staleness-predict-k1-e30-s0"]
+    short = configured(ALL["revnet18-petra-low-staleness-predict-k1-e30-s0"])
     assert (short.base_lr, short.lr_milestones, short.warmup_epochs) == (0.025, (0.5, 0.8), 2.0)
     assert short.corrections == ("predict",)
-    assert by_name["revnet50-petra-stashed-lock-step-k1-e30-s0"].stages == 18
+    assert configured(ALL["revnet50-petra-stashed-lock-step-k1-e30-s0"]).stages == 18
 
 
 def test_the_features_replay_paper_s_recipe():

@@ -1,6 +1,7 @@
 """The experiments on language models: the plans, how they are run, and tables and the figure of given results."""
 
 import argparse
+import functools
 import json
 import sys
 from dataclasses import replace
@@ -26,12 +27,17 @@ def every(choices=None):
     return [trial for plan in PLANS.values() for trial in plan(choices or Choices())]
 
 
+@functools.cache
+def parser():
+    found = argparse.ArgumentParser()
+    add_run_options(found, with_method=True)
+    add_checkpoint_options(found)
+    return found
+
+
 def configured(trial):
     """The configuration that Petra makes from the command line of a trial."""
-    parser = argparse.ArgumentParser()
-    add_run_options(parser, with_method=True)
-    add_checkpoint_options(parser)
-    options = parser.parse_args([*trial.arguments()[1:], "--data", "tokens:books"])
+    options = parser().parse_args([*trial.arguments()[1:], "--data", "tokens:books"])
     return RunConfig.from_options(options.recipe, given(options))
 
 
