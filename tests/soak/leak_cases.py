@@ -19,7 +19,6 @@ import torch
 from helpers import fork_server
 from helpers.networks import batches, mixed_network
 from helpers.replicas import smooth_network
-from soak.leaks import SAMPLES, Sample, measure
 from torch.distributed import TCPStore
 from torch.nn.functional import cross_entropy
 
@@ -29,6 +28,7 @@ from petra.distributed import Transport, job
 from petra.runs import weight_files
 from petra.runs.config import RunConfig
 from petra.runs.run import Run
+from soak.leaks import SAMPLES, Sample, measure
 
 LIMIT = 1800.0
 """Seconds after which the processes of a case are ended."""
@@ -74,7 +74,13 @@ def run_processes(start: Callable[[Transport | None], Any], times: int, samples:
 
 
 def _process(
-    sender: Connection, start: Callable[[Transport | None], Any], times: int, samples: int, rank: int, ranks: int, port: int
+    sender: Connection,
+    start: Callable[[Transport | None], Any],
+    times: int,
+    samples: int,
+    rank: int,
+    ranks: int,
+    port: int,
 ) -> None:
     torch.set_num_threads(1)
     if ranks == 1:
@@ -233,13 +239,15 @@ def joining(transport: None) -> Iterator[Callable[[], object]]:
     yield work
 
 
-
-
 def muon(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Muon for matrices, its AdamW for vectors."""
     groups = [[p for p in parameters if (p.ndim > 1) is matrix] for matrix in (True, False)]
     return petra.optim.Muon(
-        [{"params": group, "orthogonalize": matrix} for group, matrix in zip(groups, (True, False), strict=True) if group],
+        [
+            {"params": group, "orthogonalize": matrix}
+            for group, matrix in zip(groups, (True, False), strict=True)
+            if group
+        ],
         lr=1e-3,
     )
 
