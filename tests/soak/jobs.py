@@ -28,6 +28,8 @@ class Job:
     replicas: int = 1
     workers: bool = False
     """True if processes decode data for it."""
+    program: tuple[str, ...] = ("-m", "soak.faulty_petra")
+    """What Python runs."""
 
     @property
     def targets(self) -> list[str]:
@@ -90,7 +92,7 @@ class Attempt:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "TMPDIR": str(self.temporary),
         }
-        command = [sys.executable, "-m", "soak.faulty_petra", *job.arguments(self.folder, timeout), *extra]
+        command = [sys.executable, *job.program, *job.arguments(self.folder, timeout), *extra]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
