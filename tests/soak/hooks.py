@@ -93,7 +93,8 @@ def _disconnect(trainer: Trainer, seconds: float) -> None:
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                         connection.shutdown(socket.SHUT_RDWR)
 
 
