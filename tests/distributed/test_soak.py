@@ -30,7 +30,7 @@ def stand_in(*options):
 def soak(tmp_path):
     lines = []
     found = Soak(tmp_path, TIMEOUT, lines.append)
-    found.lines, found.limit = lines, 5.0
+    found.lines, found._patience, found.limit = lines, 5.0, 5.0
     return found
 
 
@@ -74,7 +74,7 @@ def test_a_job_ends_with_the_same_weights(fault, outcome, soak):
 def test_what_goes_wrong_is_found(wrong, problem, soak):
     job = stand_in("--wrong", wrong)
     soak.complete(job)
-    soak.limit = 1.0 if wrong in ("process", "hang") else 5.0
+    soak.limit = 1.5 if wrong in ("process", "hang") else 5.0
     trial = Trial(0, 0, job, [signals("terminate", signal.SIGTERM)])
     soak.run(trial)
     assert any(problem in found for found in trial.problems), trial.problems
@@ -103,6 +103,7 @@ def lost(kind, job, code, said, target="process 1", fatal=True):
         (("kill", "two", None, ""), "did not end"),
         (("kill", "two", -11, ""), "ended by SIGSEGV"),
         (("kill", "two", 130, "petra: stopped"), "stopped, but was not asked to"),
+        (("cut connections", "two", 1, "petra: error: rank 1\npetra: error: rank 0"), None),
         (("late message", "two", 1, "petra: error: rank 1", "process 1", False), "ended with 1, but had to go on"),
     ],
 )
@@ -154,9 +155,7 @@ def rank_main(rank, port, arguments, hook, log):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "goes_on"), [("cut connections", False), ("late message", True), ("slow disk", True)]
-)
+@pytest.mark.parametrize(("kind", "goes_on"), [("cut connections", False), ("late message", True), ("slow disk", True)])
 def test_faults_inside_a_process(kind, goes_on, tmp_path):
     job = JOBS["two"]
     fault = Hook(kind, "process 1", not goes_on, 9, 0.5)

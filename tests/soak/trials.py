@@ -74,7 +74,9 @@ class Soak:
         self._complete: dict[str, Path] = {}
         self._lock = threading.Lock()
         # A message that never comes ends a job after 60 s and four times the timeout at the latest.
-        self.limit = 120.0 + 5 * timeout
+        self._patience = 120.0 + 5 * timeout
+        self.limit = self._patience
+        """Seconds that every attempt has to end."""
 
     def complete(self, job: Job) -> Path:
         """Return the folder of an unbroken run of the job."""
@@ -82,10 +84,12 @@ class Soak:
             if job.name not in self._complete:
                 place = self.folder / f"complete-{job.name}"
                 attempt = Attempt(job, place, f"{place.name}-{self.folder.name}", self.timeout, extra=self.extra)
-                if attempt.end(self.limit) != 0:
+                if attempt.end(3 * self._patience) != 0:
                     raise RuntimeError(f"the unbroken run of job {job.name} failed: {attempt.said}")
+                seconds = time.monotonic() - attempt.began
+                self.limit = max(self.limit, self._patience + 5 * seconds)  # the machine may be busy
                 self._complete[job.name] = place / "run"
-                self._print(f"unbroken run of {job.name}: {time.monotonic() - attempt.began:.1f} s")
+                self._print(f"unbroken run of {job.name}: {seconds:.1f} s")
             return self._complete[job.name]
 
     def run(self, trial: Trial) -> None:
