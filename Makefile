@@ -1,6 +1,8 @@
 # make demo   trains a RevNet with PETRA and with reversible backprop, and compares them
 # make test   runs all tests
 # make test-fast   runs those that a contributor runs after each change, in about a minute
+# make soak   trains for SECONDS with random faults drawn from SEED, and compares the weights
+# make leaks   repeats ticks, trainers and trainings many times, and measures what stays behind
 # make docs   builds the documentation into site/
 # make lint   checks style and types
 # Each of them first sets up .venv, once; nothing else has to be installed by hand.
@@ -11,7 +13,10 @@ BIN := $(VENV)/bin
 # What is imported is compiled once, then, and not all that is installed.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast docs pictures lint format clean
+SECONDS ?= 600
+SEED ?= 0
+
+.PHONY: setup demo test test-fast soak leaks docs pictures lint format clean
 
 setup: $(VENV)/ready
 
@@ -32,6 +37,13 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow"
+
+# Not part of `make test`. One trial again: python -m soak --seed SEED --only NUMBER.
+soak: setup
+	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SECONDS) --seed $(SEED)
+
+leaks: setup
+	PYTHONPATH=tests $(BIN)/python -W ignore -m soak.leaks
 
 # Warnings are errors: broken links, missing pages, docstrings that do not match their signatures.
 docs: setup
