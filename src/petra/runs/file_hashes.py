@@ -173,7 +173,8 @@ def update(folder: Path, changes: Mapping[str, FileHash | None]) -> None:
         before = _read(folder)
     except ValueError:  # damaged: what it said is lost
         before = {}
-    after = {name: found for name, found in {**before, **changes}.items() if found is not None}
+    merged: dict[str, FileHash | None] = {**before, **changes}
+    after = {name: found for name, found in merged.items() if found is not None}
     if after != before or not (folder / HASHES).exists():
         entries = {name: asdict(found) for name, found in after.items()}
         checkpoint.write_json(folder / HASHES, {"files": entries, "sha256": _hash_of(entries)})

@@ -257,6 +257,7 @@ class Run(TrainingLoop):
     def _hash_metrics(self) -> None:
         """Record the hash of the metrics so far."""
         metrics = self.metrics.state
+        assert metrics.sha256 is not None
         update(self.run_folder, {METRICS: FileHash(metrics.keep_bytes, metrics.sha256)})
 
     def _trace(self, ending: bool = False) -> None:
