@@ -32,7 +32,7 @@ from petra.runs.run import Run
 from petra.runs.run_folder import CHECKPOINTS, CONFIG, check_no_run, started_by_this_job
 from petra.runs.run_options import PROCESSES
 from petra.runs.weight_files import check_weights
-from petra.trainer.checkpoint import LATEST
+from petra.trainer.checkpoint_folder import LATEST
 from petra.trainer.interrupts import Interrupted
 
 

@@ -138,7 +138,7 @@ class ProcessTransport(Transport):
 
     def _new_group(self, processes: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         """Open a process group; all processes call it."""
-        group = dist.new_group(processes, timeout=self._timeout, backend=backend)
+        group: dist.ProcessGroup = dist.new_group(processes, timeout=self._timeout, backend=backend)
         if isinstance(group, dist.ProcessGroup):  # this process is in it
             self._opened.append(group)
         return group

@@ -46,7 +46,7 @@ class ChangedFile(ValueError):  # a problem of the user's files, like other Valu
 class FileHash:
     """The contents of a file when it was hashed."""
 
-    bytes: int
+    size: int
     """Its length."""
     sha256: str
     """Its SHA-256 in hexadecimal digits."""
@@ -87,7 +87,7 @@ def is_unchanged(folder: Path, name: str, content: bytes) -> bool:
     recorded = _read(folder).get(name)
     if recorded is None:
         return True
-    return FileHash.of(content[: recorded.bytes] if name in GROWING else content) == recorded
+    return FileHash.of(content[: recorded.size] if name in GROWING else content) == recorded
 
 
 def read_json(folder: Path, name: str, remedy: str, kind: type = dict) -> Any:

@@ -249,8 +249,8 @@ class Run(TrainingLoop):
     def _before_end(self) -> None:
         self._trace(ending=True)
 
-    def _save(self) -> None:
-        super()._save()
+    def _save(self, wait: bool = True) -> None:
+        super()._save(wait)
         if self.is_main:
             self._hash_metrics()
 
