@@ -112,7 +112,7 @@ def faults(case: Case, options: argparse.Namespace, folder: Path, chance: random
             os.kill(before[-1][1], case.signal)
             after = wait_until(lambda at=at: recovered(ticks, case.ranks, at), process)
             found.append(Fault(rank, after[0] - at, before[-1][3] - after[1]))
-        process.wait(LIMIT)
+        process.wait(10 * LIMIT)
     finally:
         process.kill()
     return found, weights(out)
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--hangs", type=int, default=5, help="stopped ranks in each job")
     parser.add_argument("--every", type=int, default=50, help="ticks between snapshots")
     parser.add_argument("--timeout", type=float, default=2.0, help="seconds after which a rank counts as stuck")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--width", type=int, default=8)
