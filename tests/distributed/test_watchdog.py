@@ -78,7 +78,7 @@ def test_processes_that_wait_for_each_other_end_the_job(store, capsys):
     assert exits == []
     poll(dog, other, times=2)
     assert exits[0] == 1
-    assert capsys.readouterr().err.endswith("in tick 3, forward, waiting for rank 1: a message was lost\n")
+    assert capsys.readouterr().err.endswith("in tick 3, forward, waiting for rank 0: a message was lost\n")
 
 
 def test_a_process_that_computes_while_the_others_wait_is_no_deadlock(store):
