@@ -68,6 +68,28 @@ def test_a_silent_process_is_reported_after_the_timeout(store, capsys):
     assert capsys.readouterr().err.startswith("petra: error: rank 1 is gone or stuck: last heard from in tick 0")
 
 
+def test_processes_that_wait_for_each_other_end_the_job(store, capsys):
+    dog, other, exits = two_watchdogs(store)
+    for one, rank in ((dog, 1), (other, 0)):
+        one._activity.now("forward", 3)
+        one._activity.set_up = True
+        one._activity.waiting(rank).__enter__()
+    poll(dog, other, times=11)
+    assert exits == []
+    poll(dog, other, times=2)
+    assert exits[0] == 1
+    assert capsys.readouterr().err.endswith("in tick 3, forward, waiting for rank 0: a message was lost\n")
+
+
+def test_a_process_that_computes_while_the_others_wait_is_no_deadlock(store):
+    dog, other, exits = two_watchdogs(store, timeout=100.0)
+    other._activity.now("evaluating")
+    dog._activity.waiting(1).__enter__()
+    dog._timeout = 5.0
+    poll(dog, other, times=30)
+    assert exits == []
+
+
 def test_a_process_that_is_stuck_reports_itself(store, capsys):
     dog, other, exits = two_watchdogs(store)
     poll(dog, other, times=30)  # setting up

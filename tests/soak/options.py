@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from soak.damage import COMMON, TEXT, VERSE, call
-
 from petra.cli.parser import COMMANDS, build_parser
 from petra.runs.run import Run
 from petra.trainer.interrupts import Interrupted
+from soak.damage import COMMON, TEXT, VERSE, call
 
 RUNS = "{tmp}/run {tmp} {tmp}/verse.txt {tmp}/none"
 SMALL = "1 2 3 4 8 0 -1 x 2,2 1.5"

@@ -89,6 +89,7 @@ class Watchdog:
         self._timeout, self._exit, self._generation = timeout, exit, generation
         self._last_seen: dict[int, tuple[str, int]] = {}  # process -> its last status, and the poll that found it
         self._last_progress = (-1, 0)  # the activity counter of this process, and the poll in which it changed
+        self._last_change: dict[int, tuple[list[Any], int]] = {}  # process -> its last activity, and the poll of it
         self._polls = 0
         self._closing = threading.Event()
         self._lock = threading.RLock()
@@ -204,7 +205,8 @@ class Watchdog:
             message = f"{name} is stuck in tick {activity.tick}, {activity.what}, for {seconds:.0f} s"
             self._report_lost(self._process, message)
         keys = [f"status/{process}" for process in range(len(self._names)) if process != self._process]
-        status = json.dumps([self._polls, activity.tick, activity.what, activity.waiting_for])
+        own = [activity.tick, activity.what, activity.waiting_for, activity.waits, activity.times]
+        status = json.dumps([self._polls, *own])
         with self._lock:
             self._store.set(f"status/{self._process}", status)
             present = [key for key in keys if self._store.check([key])]
@@ -215,6 +217,24 @@ class Watchdog:
                 self._last_seen[process] = text, self._polls
             elif self._silence(process) > self._timeout:
                 self._report_lost(process, self._describe_lost(process))
+        self._check_deadlock(own)
+
+    def _check_deadlock(self, own: list[Any]) -> None:
+        """End the job if all processes wait for each other: a message was lost."""
+        known = {process: json.loads(text)[1:] for process, (text, _) in self._last_seen.items()}
+        for process, activity in {**known, self._process: own}.items():
+            if self._last_change.get(process, ([], 0))[0] != activity:
+                self._last_change[process] = activity, self._polls
+        everyone = len(self._last_change) == len(self._names)
+        quiet = self._polls - max(poll for _, poll in self._last_change.values())
+        if (
+            everyone
+            and quiet * INTERVAL > self._timeout
+            and all(waits for (*_, waits, _), _ in self._last_change.values())
+        ):
+            where = _describe(*own[:3])
+            message = f"all ranks have waited for {self._timeout:.0f} s, {self._names[self._process]} in {where}"
+            self._report_lost(self._process, f"{message}: a message was lost")
 
     def _report_lost(self, process: int, message: str) -> None:
         """Have a process replaced, or end the job."""
@@ -235,10 +255,10 @@ class Watchdog:
         return None if report is None or report[0] == self._process else list(report)
 
     def _describe_lost(self, process: int) -> str:
-        _, *last_status = json.loads(self._last_seen[process][0])
+        _, tick, what, waiting_for, *_ = json.loads(self._last_seen[process][0])
         own = self._activity
         return (
-            f"{self._names[process]} is gone or stuck: last heard from in {_describe(*last_status)}; "
+            f"{self._names[process]} is gone or stuck: last heard from in {_describe(tick, what, waiting_for)}; "
             f"{self._names[self._process]} is in {_describe(own.tick, own.what, own.waiting_for)}"
         )
 
