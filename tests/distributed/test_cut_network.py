@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 from helpers import fork_server
@@ -23,28 +24,43 @@ class Proxy:
     """Forwards connections to a port until `cut`; then everything stays open, and nothing arrives."""
 
     def __init__(self, port):
-        self._port, self._cut = port, threading.Event()
+        self._port, self._cut, self._closed = port, threading.Event(), threading.Event()
+        self._sockets, self._threads = [], []
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
-        self.forwarded = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._start(self._accept)
 
     def cut(self):
         self._cut.set()
 
+    def close(self):
+        self._closed.set()
+        for one in (self._server, *self._sockets):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join(LIMIT)
+
+    def _start(self, target, *arguments):
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
+
     def _accept(self):
-        while True:
-            client, _ = self._server.accept()
-            server = socket.create_connection(("127.0.0.1", self._port))
-            for source, to in ((client, server), (server, client)):
-                threading.Thread(target=self._forward, args=(source, to), daemon=True).start()
+        with suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                server = socket.create_connection(("127.0.0.1", self._port))
+                self._sockets += [client, server]
+                for source, to in ((client, server), (server, client)):
+                    self._start(self._forward, source, to)
 
     def _forward(self, source, to):
-        while data := source.recv(65536):
-            if self._cut.is_set():
-                threading.Event().wait()  # keep both ends open
-            to.sendall(data)
-            self.forwarded.set()
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if self._cut.is_set():
+                    self._closed.wait()  # both ends stay open
+                to.sendall(data)
 
 
 def rank_main(rank, port, folder, log, started):
@@ -80,5 +96,6 @@ def test_both_processes_end_when_one_does_not_reach_the_store(tmp_path):
     finally:
         for process in ranks:
             process.kill()
+        proxy.close()
     said = "".join(log.read_text() for log in logs)
     assert "rank 1 is gone or stuck" in said

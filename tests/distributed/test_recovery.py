@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from helpers.forked_jobs import FORKED
 
 from petra.distributed import Recovery, launch
 from petra.distributed.launch import Launcher
+from petra.distributed.membership import DONE
 
 SMALL = [
     *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--stages", "4"),
     *("--data", "synthetic:1x8x8:10:800", "--batch-size", "32", "--epochs", "2", "--lr", "0.05"),
-    *("--warmup-epochs", "1", "--threads", "1", "--device", "cpu", "--quiet", "--checkpoint-epochs", "9"),
+    *("--warmup-epochs", "1", "--threads", "1", "--device", "cpu", "--checkpoint-epochs", "9"),
 ]
 LIMIT = 240
 
@@ -56,22 +58,28 @@ def alone(tmp_path_factory):
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize(
-    ("arguments", "fault", "says"),
+    ("arguments", "fault", "says", "repeated"),
     [
-        (("--ranks", 2), "kill:1:17", "process 1 was ended by SIGKILL: another one takes its place"),
-        (("--ranks", 2, "--spares", 1), "kill:0:3", "process 0 was ended by SIGKILL: another one takes its place"),
-        (("--ranks", 2, "--timeout", 2), "stop:0:17", "rank 0 is gone or stuck"),
-        (("--ranks", 2, "--timeout", 2), "hang:1:30", "rank 1 is stuck in tick"),
-        (("--ranks", 4, "--replacements", 0), "kill:2:20", "the other processes take over its stages"),
-        (("--ranks", 2, "--replacements", 0), "kill:1:20", "the other processes take over its stages"),
-        (("--ranks", 4), "kill:1:25,kill:3:25", "another one takes its place"),
-        (("--ranks", 4), "kill:1:25,kill:2:25", "another one takes its place"),
+        (("--ranks", 2), "kill:1:27", "process 1 was ended by SIGKILL: another one takes its place", 12),
+        (("--ranks", 2, "--replacements", 0, "--spares", 1), "kill:0:3", "another one takes its place", 5),
+        (("--ranks", 2, "--timeout", 2), "stop:0:17", "rank 0 is gone or stuck", 12),
+        (("--ranks", 2, "--timeout", 2), "hang:1:30", "rank 1 is stuck in tick", 12),
+        (("--ranks", 2), "corrupt:0:20", "a message or a connection was lost: all processes connect again", 12),
+        (("--ranks", 4, "--replacements", 0), "kill:2:20", "the other processes take over its stages", 14),
+        (("--ranks", 2, "--replacements", 0), "kill:1:20", "the other processes take over its stages", 12),
+        (("--ranks", 4), "kill:1:25,kill:3:25", "another one takes its place", 14),
+        (("--ranks", 4), "kill:1:25,kill:2:25", "another one takes its place", 100),  # neighbours
+        (("--ranks", 4, "--timeout", 3), "kill:1:25,stop:3:25", "another one takes its place", 14),
     ],
 )
-def test_a_lost_process_is_replaced(arguments, fault, says, alone, tmp_path):
+def test_a_lost_process_is_replaced(arguments, fault, says, repeated, alone, tmp_path):
+    """The job goes on from a snapshot that is not older than asked for, but for what ranks are ahead of each other."""
     said = run(tmp_path / "run", *arguments, "--snapshot-every", 10, fault=fault)
     assert says in said
     assert weights(tmp_path / "run") == alone
+    starts = [int(found) for found in re.findall(r"continuing from micro-batch (\d+)", said)]
+    ticks = [int(tick) for tick in re.findall(r":(\d+)(?:,|$)", fault)]
+    assert min(starts) >= min(ticks) - repeated
 
 
 @pytest.mark.timeout(LIMIT)
@@ -95,11 +103,20 @@ class TestLauncher:
     def test_a_job_without_progress_ends(self, monkeypatch, capfd):
         launcher = self.launcher(monkeypatch, 'if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi')
         monkeypatch.setattr(launch, "PATIENCE", 0.1)
+        monkeypatch.setattr(launch, "LOSS_WINDOW", 0.0)
         assert launcher.run() == 1
         launcher.kill_all()
         said = capfd.readouterr().err
         assert said.count("another one takes its place") == 3
-        assert "the job ends, because it has lost 4 processes without progress; --resume continues" in said
+        assert "the job ends, because it has lost processes 4 times without progress; --resume continues" in said
+
+    def test_who_ends_after_the_work_is_not_lost(self, monkeypatch, capfd):
+        launcher = self.launcher(monkeypatch, 'if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi')
+        monkeypatch.setattr(launch, "PATIENCE", 0.1)
+        launcher._store.set(DONE, "")
+        assert launcher.run() == 1
+        launcher.kill_all()
+        assert "takes its place" not in capfd.readouterr().err
 
     def test_without_replacements_and_with_too_few_processes_for_the_replicas_it_ends(self, monkeypatch, capfd):
         script = 'if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi'

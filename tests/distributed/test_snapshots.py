@@ -1,5 +1,6 @@
 """Snapshots: what is sent between processes arrives unchanged, and all agree on the last one that is complete."""
 
+import json
 from collections import deque
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petra.distributed import RankPosition, Snapshots
-from petra.distributed.membership import JobEnded, Membership, Roster, publish
+from petra.distributed import RankPosition, Snapshots, membership
+from petra.distributed.membership import DONE, JobEnded, Membership, Roster, publish, suspect_key
 from petra.distributed.snapshots import Snapshot, needed, neighbours, with_weights_of, without_weights
 from petra.distributed.state_exchange import StateChannel
 from petra.pipeline.host_state import HostBuffers, copy_to_host
@@ -132,13 +133,34 @@ class TestMembership:
         publish(store, Roster(0, (0, 1)))
         publish(store, Roster(1, (0, 2)))
         store["petra/ready/1/0"] = b""
-        assert Membership(store, 2).wait(after=-1) == Roster(1, (0, 2))
+        assert Membership(store, 2).wait(None, 60.0) == Roster(1, (0, 2))
+
+    def test_a_process_that_does_not_get_ready_is_reported(self, monkeypatch):
+        store = DictStore()
+        publish(store, Roster(1, (0, 2, 3)))
+        monkeypatch.setattr(membership, "START_LIMIT", 0.2)
+
+        def give_up(seconds):
+            if suspect_key(1) in store:
+                publish(store, Roster(2, ()))
+
+        monkeypatch.setattr(membership.time, "sleep", give_up)
+        with pytest.raises(JobEnded):
+            Membership(store, 0).wait(Roster(0, (0, 1, 3)), timeout=0.1)
+        assert json.loads(store[suspect_key(1)])[0] == 3  # it was there before, so it has less time than a new one
 
     def test_the_end_of_a_job_ends_the_processes_that_wait(self):
         store = DictStore()
         publish(store, Roster(3, ()))
         with pytest.raises(JobEnded):
-            Membership(store, 2).wait(after=2)
+            Membership(store, 2).wait(Roster(2, (2,)), 60.0)
+
+    def test_after_the_work_nobody_is_waited_for(self):
+        store = DictStore()
+        publish(store, Roster(0, (0, 1)))
+        store.set(DONE, "")
+        with pytest.raises(JobEnded):
+            Membership(store, 0).wait(None, 60.0)
 
     def test_a_generation_that_stays_is_waited_for_no_longer_than_asked(self):
         store = DictStore()

@@ -61,10 +61,12 @@ def _fail(error: BaseException, code: int, prefix: str = "error: ") -> int:
     if os.environ.get("PETRA_TRACEBACK"):
         raise error
     from petra.distributed.job import has_joined, is_first_process
+    from petra.distributed.membership import is_replacement
 
     text = next(iter(str(error).splitlines()), "stopped")
     # Before the processes have met, all of them find the same error.
-    if _single_process() or has_joined() or is_first_process() or (code != 130 and _first_process_survives()):
+    reports = _single_process() or has_joined() or is_first_process() or is_replacement()
+    if reports or (code != 130 and _first_process_survives()):
         print(f"petra: {prefix}{text}", file=sys.stderr)
     return _leave(code)
 

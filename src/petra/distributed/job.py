@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from petra.distributed.membership import Membership, Roster
+from petra.distributed.message_header import BadMessage
 from petra.distributed.process_transport import LostRank, ProcessTransport
 from petra.distributed.transport import SingleProcess, Transport
 from petra.distributed.watchdog import DIAGNOSIS_TIMEOUT, GENERATION_INTERVAL, Generation, Watchdog
@@ -141,11 +142,12 @@ def join(
             leaving = error
         transport.flush()
         transport.gather(None)  # no process may exit while another one still needs it
+        if generation is not None:
+            generation[0].report_done()
     except BaseException as error:
-        if isinstance(error, LostRank) and generation is not None:
-            membership, roster = generation
+        if isinstance(error, LostRank | BadMessage) and generation is not None:
             transport.interrupt()  # the ranks that wait for this one get an error, too
-            if membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT):
+            if _another_generation(*generation, lost=isinstance(error, LostRank)):
                 watchdog.close()
                 transport.close_threads()
                 _leave()
@@ -181,6 +183,17 @@ def _leave() -> None:
     _joined.clear()
 
 
+def _another_generation(membership: Membership, roster: Roster, lost: bool) -> bool:
+    """Wait for the next generation, and return whether there is one.
+
+    If no process is lost, a message or a connection was, and this process asks for a generation of the same processes.
+    """
+    if lost and membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT):
+        return True
+    membership.ask_for_another(roster)
+    return membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT)
+
+
 @contextmanager
 def _guarded(generation: tuple[Membership, Roster] | None) -> Iterator[None]:
     """A context in which a process connects to others that may be lost meanwhile.
@@ -195,9 +208,10 @@ def _guarded(generation: tuple[Membership, Roster] | None) -> Iterator[None]:
     connected = threading.Event()
 
     def guard() -> None:
-        while not connected.wait(GENERATION_INTERVAL):
-            if membership.generation != roster.generation and not connected.wait(CONNECT_PATIENCE):
-                os.kill(os.getpid(), signal.SIGKILL)
+        with suppress(RuntimeError):  # the launcher is gone, which ends this process anyway
+            while not connected.wait(GENERATION_INTERVAL):
+                if membership.generation != roster.generation and not connected.wait(CONNECT_PATIENCE):
+                    membership.replace_this_process()
 
     thread = threading.Thread(target=guard, name="petra-connecting", daemon=True)
     thread.start()

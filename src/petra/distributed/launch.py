@@ -14,14 +14,18 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from petra.distributed.membership import MEMBER, PROGRESS, REPLACEMENT, Roster, publish, suspect_key
+from petra.distributed.membership import DONE, MEMBER, PROGRESS, REPLACEMENT, Roster, publish, renewal_key, suspect_key
 
 PATIENCE = 15.0
 """Seconds that the other processes have to end after one has failed; more than `watchdog.SILENCE_LIMIT`."""
 LOSSES_WITHOUT_PROGRESS = 3
 """Losses in a row after which a job ends that makes no progress between them."""
 POLL = 0.02
-"""Seconds between two looks at the processes."""
+"""Seconds between two polls of the processes."""
+LOSS_WINDOW = 5.0
+"""Seconds within which several losses count as one."""
+STOP_WINDOW = 10.0
+"""Seconds after the start of a generation in which a process may miss a signal to stop."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,9 @@ class Recovery:
     """What happens when a process of a job is lost."""
 
     replacements: int = 10
-    """How many lost processes are replaced; after that, the other processes take over their stages."""
+    """How many new processes are started; after that, the other processes take over the stages of lost ones."""
     spares: int = 0
-    """Processes that wait, ready to replace a lost one."""
+    """Processes that have been started and wait, ready to replace a lost one."""
 
 
 def launch_ranks(
@@ -84,8 +88,8 @@ class Launcher:
         self._roster = Roster(0, tuple(range(processes)))
         self._spares: list[int] = []
         self._replacements = 0 if recovery is None else recovery.replacements
-        self._losses, self._progress = 0, ""  # since the job last made progress
-        self._stopped = False
+        self._losses, self._last_loss, self._progress = 0, -LOSS_WINDOW, -1  # since the job last made progress
+        self._stopped, self._published = False, 0.0
 
     def run(self) -> int:
         """Start the processes, and wait until all have ended.
@@ -101,7 +105,7 @@ class Launcher:
         for _ in range(self._recovery.spares if self._recovery is not None else 0):
             if not self._stopped:
                 self._spares.append(self._start())
-        if self._stopped:  # perhaps while a process was being started, which was not in the list yet
+        if self._stopped:  # a process that was being started then was not in the list yet
             self._forward()
         self._wait()
         return self._exit_code()
@@ -109,6 +113,8 @@ class Launcher:
     def stop(self, number: int, frame: object) -> None:
         """Ask all processes to end; a signal handler."""
         self._stopped = True
+        if self._roster.generation > 0 and time.monotonic() - self._published < STOP_WINDOW:
+            publish(self._store, Roster(self._roster.generation + 1, ()))  # processes that connect have no handler
         self._forward()
 
     def kill_all(self) -> None:
@@ -123,13 +129,13 @@ class Launcher:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)  # unlike SIGINT, it prints nothing while Python still starts
 
-    def _start(self) -> int:
-        """Start the next process, and return its number."""
+    def _start(self, slot: int | None = None) -> int:
+        """Start the next process, for the position of a lost one, and return its number."""
         number, processes = len(self._started), len(self._roster.members)
         variables = {
             **os.environ,
             "RANK": str(number),
-            "LOCAL_RANK": str(number),
+            "LOCAL_RANK": str(number % processes if slot is None else slot),
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
@@ -156,7 +162,9 @@ class Launcher:
                 failed = any(code is not None and code > 0 for code in codes.values())
                 if failed or 0 in codes.values() or not self._recover(lost, codes):
                     deadline = time.monotonic() + PATIENCE
-            self._end_suspect()
+            if self._recovery is not None and not self._stopped:
+                self._end_suspect()
+                self._renew()
             time.sleep(POLL)
 
     def _codes(self) -> Mapping[int, int | None]:
@@ -165,39 +173,65 @@ class Launcher:
 
     def _recover(self, lost: Sequence[int], codes: Mapping[int, int | None]) -> bool:
         """Begin a generation without the lost processes; return whether that is possible."""
-        if self._recovery is None or self._stopped:
+        if self._recovery is None or self._stopped or self._store.check([DONE]):
             return False
-        progress = self._store.get(PROGRESS).decode() if self._store.check([PROGRESS]) else ""
-        self._losses = self._losses + 1 if progress == self._progress else 1
-        self._progress = progress
         who = " and ".join(f"process {member} was ended by {_signal(codes[member])}" for member in lost)
-        if self._losses > LOSSES_WITHOUT_PROGRESS:
-            self._end(f"{who}: the job ends, because it has lost {self._losses} processes without progress")
+        if not self._may_go_on(who):
             return False
         members = list(self._roster.members)
         for member in lost:
-            if self._replacements > 0:
-                self._replacements -= 1
-                members[members.index(member)] = self._replacement()
+            position = members.index(member)
+            if (other := self._replacement(position)) is None:
+                members.pop(position)
             else:
-                members.remove(member)
+                members[position] = other
         size = len(members) // self._replicas * self._replicas
         if size == 0:
             self._end(f"{who}: the job ends, because no process can take over")
             return False
         replaced = len(members) == len(self._roster.members)
         self._spares += members[size:]
-        self._roster = Roster(self._roster.generation + 1, tuple(members[:size]))
-        publish(self._store, self._roster)
+        self._publish(members[:size])
         _print(f"{who}: {'another one takes its place' if replaced else 'the other processes take over its stages'}")
+        while len(self._spares) < self._recovery.spares and self._replacements > 0:
+            self._replacements -= 1
+            self._spares.append(self._start())
         return True
 
-    def _replacement(self) -> int:
-        """Return the number of a process that can replace a lost one: of a spare one that runs, or of a new one."""
+    def _may_go_on(self, who: str) -> bool:
+        """Return whether the job has made progress between the last losses; otherwise end it."""
+        progress = int(self._store.get(PROGRESS)) if self._store.check([PROGRESS]) else -1
+        if progress > self._progress:
+            self._losses, self._progress = 0, progress
+        now = time.monotonic()
+        if self._losses == 0 or now - self._last_loss > LOSS_WINDOW:
+            self._losses, self._last_loss = self._losses + 1, now
+        if self._losses > LOSSES_WITHOUT_PROGRESS:
+            self._end(f"{who}: the job ends, because it has lost processes {self._losses} times without progress")
+        return self._losses <= LOSSES_WITHOUT_PROGRESS
+
+    def _replacement(self, position: int) -> int | None:
+        """Return a process for the position of a lost one, a spare or a new one; None if there is none."""
         while self._spares:
             if self._started[spare := self._spares.pop(0)].poll() is None:
                 return spare
-        return self._start()
+        if self._replacements == 0:
+            return None
+        self._replacements -= 1
+        return self._start(position)
+
+    def _renew(self) -> None:
+        """Begin a generation of the same processes, because one of them has lost a message or a connection."""
+        who = "a message or a connection was lost"
+        if self._store.check([renewal_key(self._roster.generation)]) and self._may_go_on(who):
+            self._publish(self._roster.members)
+            _print(f"{who}: all processes connect again")
+
+    def _publish(self, members: Sequence[int]) -> None:
+        """Begin a generation."""
+        self._roster = Roster(self._roster.generation + 1, tuple(members))
+        self._published = time.monotonic()
+        publish(self._store, self._roster)
 
     def _end(self, reason: str) -> None:
         _print(f"{reason}; --resume continues from the last checkpoint, if there is one")
@@ -206,7 +240,7 @@ class Launcher:
     def _end_suspect(self) -> None:
         """Kill a process that others report as stuck, so that it can be replaced."""
         key = suspect_key(self._roster.generation)
-        if self._recovery is not None and self._store.check([key]):
+        if self._store.check([key]):
             member, reason = json.loads(self._store.get(key))
             if self._started[member].poll() is None:
                 _print(reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,9 +17,11 @@ MEMBER = "PETRA_MEMBER"
 """The environment variable with the number of a process, which is never used for another one."""
 REPLACEMENT = "PETRA_REPLACEMENT"
 """The environment variable that marks a process as one that replaces a lost one."""
-GENERATION, PROGRESS = "petra/generation", "petra/progress"
+GENERATION, PROGRESS, DONE = "petra/generation", "petra/progress", "petra/done"
 POLL = 0.01
-"""Seconds between two looks at the store while a process waits for a new generation."""
+"""Seconds between two polls of the store while a process waits for a new generation."""
+START_LIMIT = 120.0
+"""Seconds that a new process has to start, import PyTorch and load the data."""
 
 
 class Store(Protocol):
@@ -70,11 +73,14 @@ class Membership:
         """The current generation; -1 before the first one."""
         return int(self._store.get(GENERATION)) if self._store.check([GENERATION]) else -1
 
-    def wait(self, after: int) -> Roster:
+    def wait(self, after: Roster | None, timeout: float) -> Roster:
         """Wait for a generation that includes this process, and until all of its processes are ready to connect.
 
+        A process that does not get ready is reported as lost.
+
         Args:
-            after: The last generation that this process was in; -1 for none.
+            after: The last generation that this process was in; None for none.
+            timeout: The seconds that a process of that generation has to get ready.
 
         Returns:
             The processes.
@@ -83,16 +89,35 @@ class Membership:
             JobEnded: If the job does not go on.
         """
         while True:
-            roster = self._wait_for_roster(after)
+            roster = self._wait_for_roster(-1 if after is None else after.generation)
             self._store.set(_ready(roster.generation, self.number), "")
             keys = [_ready(roster.generation, other) for other in roster.members]
+            began = time.monotonic()
             while self.generation == roster.generation:
                 if self._store.check(keys):
                     return roster
+                self._check_not_done()
+                self._report_late(roster, after, time.monotonic() - began, timeout)
                 time.sleep(POLL)
+
+    def _report_late(self, roster: Roster, before: Roster | None, seconds: float, timeout: float) -> None:
+        """Report the first process that is not ready in time."""
+        if seconds < min(timeout, START_LIMIT):
+            return
+        for position, member in enumerate(roster.members):
+            known = before is not None and member in before.members
+            late = seconds > (timeout if known else START_LIMIT)
+            if late and not self._store.check([_ready(roster.generation, member)]):
+                self.report_lost(roster, position, f"process {member} has not been ready for {seconds:.0f} s")
+                return
+
+    def _check_not_done(self) -> None:
+        if self._store.check([DONE]):
+            raise JobEnded
 
     def _wait_for_roster(self, after: int) -> Roster:
         while True:
+            self._check_not_done()
             if self.generation > after:
                 roster = Roster.parse(self._store.get(_roster(self.generation)).decode())
                 if not roster.members:
@@ -106,7 +131,7 @@ class Membership:
 
         Args:
             generation: The generation.
-            seconds: The most seconds to wait.
+            seconds: The time limit.
 
         Returns:
             Whether it is over.
@@ -127,6 +152,22 @@ class Membership:
             reason: Why it is taken for lost.
         """
         self._store.set(suspect_key(roster.generation), json.dumps([roster.members[process], reason]))
+
+    def ask_for_another(self, roster: Roster) -> None:
+        """Ask the launcher for another generation of the same processes, because a connection or a message was lost.
+
+        Args:
+            roster: The processes of this generation.
+        """
+        self._store.set(renewal_key(roster.generation), "")
+
+    def report_done(self) -> None:
+        """Tell the launcher that the work is done: who ends now is not lost."""
+        self._store.set(DONE, "")
+
+    def replace_this_process(self) -> None:
+        """End this process at once; the launcher replaces it."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def report_progress(self, value: int) -> None:
         """Tell the launcher how far the job has come.
@@ -157,6 +198,11 @@ def is_replacement() -> bool:
 def suspect_key(generation: int) -> str:
     """Return the key of the report about a process that hangs."""
     return f"petra/suspect/{generation}"
+
+
+def renewal_key(generation: int) -> str:
+    """Return the key of the request for another generation of the same processes."""
+    return f"petra/renewal/{generation}"
 
 
 def _roster(generation: int) -> str:

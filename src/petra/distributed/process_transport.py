@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from petra.distributed.io_thread import IOThread, run_immediately
 from petra.distributed.malloc import keep_freed_memory
 from petra.distributed.message_header import check_header, checksum, empty_header, make_header, payload
-from petra.distributed.state_exchange import StateChannel
+from petra.distributed.state_exchange import Ring, StateChannel
 from petra.distributed.transport import (
     PendingReceive,
     RankPosition,
@@ -106,6 +107,7 @@ class ProcessTransport(Transport):
         self._replica_group = mesh.get_group("data")
         self._timeout = timeout
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._interrupted = False
         self._opened = [dist.group.WORLD, mesh.get_group("pipeline"), self._replica_group]
         self._world_group = self._new_group(backend="gloo")
         self._flags_group = self._new_group(backend="gloo")
@@ -138,6 +140,8 @@ class ProcessTransport(Transport):
 
     def _new_group(self, processes: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         """Open a process group; all processes call it."""
+        if self._interrupted:
+            raise LostRank(f"{self.position}: another generation of the job has begun")
         group: dist.ProcessGroup = dist.new_group(processes, timeout=self._timeout, backend=backend)
         if isinstance(group, dist.ProcessGroup):  # this process is in it
             self._opened.append(group)
@@ -145,15 +149,10 @@ class ProcessTransport(Transport):
 
     def interrupt(self) -> None:
         """Make all communication of this process fail from now on, also where a thread waits for it."""
+        self._interrupted = True
         for group in self._opened:
-            if group is None or group.size() == 1:
-                continue
-            if "nccl" in group.name():
-                group.abort()
-            with suppress(RuntimeError):
-                # Gloo closes all connections of a group when one receive times out.
-                other = (group.rank() + 1) % group.size()
-                group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
+            if group is not None:
+                _close(group)
 
     def send(self, to: int, action: Action, tensors: Template) -> None:
         message = [t.contiguous().to(self._comm_device) for t in tensors if t is not None]
@@ -290,7 +289,7 @@ class ProcessTransport(Transport):
                     dist.recv(message, self._process(source), group=self._world_group)
         return result if rank == last else {}
 
-    def open_ring(self, to: tuple[int, int], source: tuple[int, int]) -> tuple[StateChannel, StateChannel]:
+    def open_ring(self, to: tuple[int, int], source: tuple[int, int]) -> Ring:
         """Open channels for states. All processes call it.
 
         Args:
@@ -298,12 +297,13 @@ class ProcessTransport(Transport):
             source: Rank and replica of the process to receive from.
 
         Returns:
-            A channel to the one and a channel from the other, for threads of their own.
+            The channels.
         """
-        group = self._new_group(backend="gloo")
-        return self._state_channel(group, self._number(*to), None), self._state_channel(
-            group, None, self._number(*source)
-        )
+        with self._connected(None, "connect to"):
+            group = self._new_group(backend="gloo")
+        sends = self._state_channel(group, self._number(*to), None)
+        receives = self._state_channel(group, None, self._number(*source))
+        return Ring(sends, receives, partial(_close, group))
 
     def move_state(self, state: Any, source: int, to: int) -> Any:
         process = dist.get_rank()
@@ -351,6 +351,18 @@ class ProcessTransport(Transport):
             peer = "the other ranks" if other is None else f"rank {other}"
             where = f"{self.position}, tick {self.activity.tick}, {self.activity.what}"
             raise LostRank(f"{where}: cannot {verb} {peer} ({reason})") from error
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Close the connections of a process group, also where a thread waits for one of them."""
+    if group.size() == 1:
+        return
+    if "nccl" in group.name():
+        group.abort()
+    with suppress(RuntimeError):
+        # Gloo closes all connections of a group when one receive times out.
+        other = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()

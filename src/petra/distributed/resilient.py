@@ -50,21 +50,26 @@ def run_in_job(
         with join(device, replicas=replicas, timeout=timeout, early_exit=early_exit) as transport:
             return body(transport, None)
     membership = Membership(connect_store(timedelta(seconds=60 + 4 * timeout))[0], number)
-    snapshots, generation = Snapshots(snapshot_every, membership), -1
+    snapshots, roster = Snapshots(snapshot_every, membership), None
     if prepare is not None:
         prepare()
     while True:
         try:
-            roster = membership.wait(after=generation)
+            roster = membership.wait(roster, timeout)
         except JobEnded:
             raise ReportedElsewhere from None
         _become(roster, number)
-        generation = roster.generation
         try:
             with join(
                 device, replicas=replicas, timeout=timeout, early_exit=early_exit, generation=(membership, roster)
             ) as transport:
-                return body(transport, snapshots)
+                try:
+                    result = body(transport, snapshots)
+                except early_exit:
+                    snapshots.finish()
+                    raise
+                snapshots.finish()
+                return result
         except GenerationOver:
             snapshots.disconnect()
         gc.collect()  # the network and the optimizers of this generation

@@ -19,7 +19,7 @@ from typing import Any
 from petra.distributed.io_thread import IOThread
 from petra.distributed.membership import Membership
 from petra.distributed.process_transport import ProcessTransport
-from petra.distributed.state_exchange import StateChannel
+from petra.distributed.state_exchange import Ring
 from petra.distributed.transport import RankPosition, Transport
 from petra.pipeline.host_state import HostBuffers, copy_to_host
 
@@ -46,7 +46,7 @@ class Snapshots:
     """The snapshots that this process holds.
 
     Args:
-        every: The most ticks to repeat when a process is lost; longer if the copies take longer to send.
+        every: The largest number of ticks to repeat when a process is lost; more if the copies take longer to send.
         membership: This process in the job.
     """
 
@@ -57,9 +57,9 @@ class Snapshots:
         self.pending: Snapshot | None = None
         """A snapshot that is being sent."""
         self.begun = False
-        """True if the training has begun to write its own files; later generations must not start again."""
+        """True if the training may have written files: later generations continue it instead of starting it."""
         self._transport: ProcessTransport | None = None
-        self._channels: tuple[StateChannel, StateChannel] | None = None
+        self._ring: Ring | None = None
         self._threads: tuple[IOThread, IOThread] | None = None
         self._tasks: list[Future[Any]] = []
         self._answers: deque[Callable[[], list[float]]] = deque()
@@ -71,17 +71,24 @@ class Snapshots:
         self._transport, self._due = None, 0
         if self.every and isinstance(transport, ProcessTransport):
             self._transport = transport
-            to, source = neighbours(transport.position)
-            self._channels = transport.open_ring(to, source)
+            self._ring = transport.open_ring(*neighbours(transport.position))
             self._threads = IOThread("petra-snapshot-to"), IOThread("petra-snapshot-from")
+
+    def finish(self) -> None:
+        """End taking snapshots. All processes call it after their last tick."""
+        if self._transport is not None:
+            self._transport.gather(None)
+            self.disconnect()
 
     def disconnect(self) -> None:
         """Forget the generation; a snapshot that is not complete is kept, because others may have completed it."""
+        if self._ring is not None:
+            self._ring.close()
         for thread in self._threads or ():
             thread.close(timeout=2.0)
         if self.pending is not None and not all(task.done() and not task.exception() for task in self._tasks):
             self.pending.parts = {part: state for part, state in self.pending.parts.items() if part == self._own}
-        self._transport, self._channels, self._threads = None, None, None
+        self._transport, self._ring, self._threads = None, None, None
         self._tasks.clear()
         self._answers.clear()
 
@@ -119,7 +126,7 @@ class Snapshots:
 
     def _take(self, tick: int, state: State) -> None:
         assert self._transport is not None
-        assert self._channels is not None
+        assert self._ring is not None
         assert self._threads is not None
         position = self._transport.position
         used = None if self.complete is None else self.complete.buffers
@@ -127,17 +134,17 @@ class Snapshots:
         copy = copy_to_host(state, buffers)
         own = copy.state
         self.pending = Snapshot(tick, position.ranks, position.replicas, {self._own: own}, buffers)
-        (to, source), parts = self._channels, self.pending.parts
-        neighbour = neighbour_part(position)
+        ring, parts = self._ring, self.pending.parts
+        neighbour = neighbours(position)[1]
         twins = position.replicas > 1
 
         def receive() -> None:
-            received = source.receive()
+            received = ring.source.receive()
             parts[neighbour] = with_weights_of(received, own) if twins else received
 
         def send() -> None:
             copy.wait()
-            to.send(without_weights(own) if twins else own)
+            ring.to.send(without_weights(own) if twins else own)
 
         self._tasks = [self._threads[0].submit(send), self._threads[1].submit(receive)]
 
@@ -171,8 +178,7 @@ class Snapshots:
         tick, ranks, replicas = found
         own = next((s for s in held if s.tick == tick), Snapshot(tick, ranks, replicas))
         owners = _owners([report[1] for report in reports], found)
-        self.complete = own
-        restored = Snapshot(tick, ranks, replicas, dict(own.parts))
+        restored = self.complete = own
         for part, owner in sorted(owners.items()):
             for process, position in enumerate(transport.positions()):
                 if part in needed(position, ranks, replicas) and [*part] not in _parts(reports[process][1], found):
@@ -188,11 +194,6 @@ def neighbours(position: RankPosition) -> tuple[Part, Part]:
     if position.replicas > 1:
         return (rank, (replica + 1) % position.replicas), (rank, (replica - 1) % position.replicas)
     return ((rank + 1) % position.ranks, replica), ((rank - 1) % position.ranks, replica)
-
-
-def neighbour_part(position: RankPosition) -> Part:
-    """Return the position whose state a process holds besides its own."""
-    return neighbours(position)[1]
 
 
 def needed(position: RankPosition, ranks: int, replicas: int) -> list[Part]:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Send = Callable[[Tensor], None]
-"""Sends a flat tensor in host memory."""
-Receive = Callable[[Tensor], None]
-"""Receives into a flat tensor in host memory."""
+
+@dataclass(frozen=True)
+class Ring:
+    """The channels of a process to its neighbours, for threads of their own."""
+
+    to: StateChannel
+    """The channel to the one neighbour."""
+    source: StateChannel
+    """The channel from the other neighbour."""
+    close: Callable[[], None]
+    """Ends both channels, also for threads that wait for a neighbour."""
 
 
 class StateChannel:

@@ -33,7 +33,7 @@ SILENCE_LIMIT = 3.0
 STORE_LIMIT = 30.0
 """Seconds without an answer of the store after which it counts as lost, if the timeout is not longer."""
 GENERATION_INTERVAL = 0.1
-"""Seconds between two looks for a new generation."""
+"""Seconds between two polls for a new generation."""
 DIAGNOSIS_TIMEOUT = 3 * SILENCE_LIMIT
 """Seconds that a process looks for the cause of a lost connection, before it reports only the connection."""
 
@@ -153,6 +153,8 @@ class Watchdog:
                 if self._is_over():
                     assert self._generation is not None
                     self._generation.interrupt()
+                    if not self._closing.wait(self._timeout):  # it is stuck in something else
+                        self._generation.membership.replace_this_process()
                     return
                 self._poll()
                 failure = self._failure_of_others()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from petra.distributed import RankPosition, SingleProcess, Snapshot, Transport, run_together
+from petra.distributed import LostRank, RankPosition, SingleProcess, Snapshot, Transport, run_together
 from petra.pipeline import Diverged, MicrobatchResult
 from petra.runs.config import RunConfig
 from petra.runs.file_hashes import ChangedFile
@@ -165,7 +165,7 @@ def restore(source: StateSource, trainer: Trainer, setup: TrainerSetup, fingerpr
             progress.read()
         setup.config.check_unchanged(saved["config"])
         return Restored(progress, MetricsState.of_checkpoint(saved), fill_start)
-    except Diverged:
+    except (Diverged, LostRank):
         raise
     except (KeyError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()

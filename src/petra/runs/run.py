@@ -46,6 +46,9 @@ from petra.trainer.loss import cross_entropy
 from petra.trainer.metrics import MetricsState
 from petra.trainer.progress import RunProgress
 
+LOCK_PATIENCE = 10.0
+"""Seconds to wait for the lock of the folder after a recovery: workers of a lost process may hold it."""
+
 
 class Run(TrainingLoop):
     """One training run in one folder.
@@ -97,7 +100,7 @@ class Run(TrainingLoop):
         config.validate()
         self.config, self.device = config, torch.device(device)
         self.transport = transport = transport if transport is not None else SingleProcess(self.device)
-        snapshot = None
+        snapshot, begun = None, False
         if snapshots is not None:
             snapshot, begun = snapshots.recover(transport)
             if begun:
@@ -120,7 +123,8 @@ class Run(TrainingLoop):
         self._measured_from = 0  # the first micro-batch at which memory may be measured
         self._ineligible_reason: str | None = None
         self._captured_ticks = 0
-        if snapshot is not None and resumed and _microbatches(checkpoints.run()) > snapshot.tick:
+        saved = RunProgress(**checkpoints.run()["progress"]) if snapshot is not None and resumed else RunProgress()
+        if snapshot is not None and saved.microbatches > snapshot.tick:
             snapshot = None
         if snapshot is not None or resumed:
             source = checkpoints if snapshot is None else SnapshotSource(snapshot, transport.position)
@@ -128,12 +132,14 @@ class Run(TrainingLoop):
             progress, metrics, self._fill_start = restored.progress, restored.metrics, restored.fill_start
             self._measured_from = trainer.executor.microbatches
         transport.gather(None)  # no rank writes before all have read their files and found no error
+        if snapshots is not None and not overwrite and from_checkpoint is None:
+            snapshots.begun = True
         if transport.position.is_main:
-            self._prepare_folder(folder, checkpoints, overwrite)
+            self._prepare_folder(folder, checkpoints, overwrite, patience=LOCK_PATIENCE if begun else 0.0)
         if resumed and from_checkpoint is not None:
             progress = self._rewind(folder, checkpoints, progress)
         if snapshots is not None:
-            transport.gather(None)  # from here on, other processes must not start the run again
+            transport.gather(None)  # from here on, there is no older run in the folder
             snapshots.begun = True
             snapshots.connect(transport)
         super().__init__(
@@ -150,12 +156,13 @@ class Run(TrainingLoop):
             quiet=quiet,
             resume_hint=f"continue with --resume --out {folder}",
             snapshots=snapshots,
+            checkpoint_best_step=None if snapshot is None else saved.best_step,
         )
         if self.is_main:
             self._hash_metrics()
             for file in self._rewritten:
                 self.progress_bar.warn(f"{folder / file} was missing, damaged or edited, and has been written again")
-        if snapshots is not None and begun:
+        if begun:
             self.progress_bar.write(f"continuing from micro-batch {self.progress.microbatches}")
         elif resume and not resumed:
             self.progress_bar.write(f"there is no checkpoint in {folder}: the run starts from the beginning")
@@ -184,8 +191,8 @@ class Run(TrainingLoop):
         self.test = make("test", config.evaluation_batch_size(self._data))
         self._network_spec = NetworkSpec.of(config, self._data)
 
-    def _prepare_folder(self, folder: Path, checkpoints: Checkpoints, overwrite: bool) -> None:
-        self._folder_lock = FolderLock(folder)
+    def _prepare_folder(self, folder: Path, checkpoints: Checkpoints, overwrite: bool, patience: float) -> None:
+        self._folder_lock = FolderLock(folder, patience)
         if overwrite:
             remove_run(folder)
         elif checkpoints.have_changed():
@@ -250,9 +257,9 @@ class Run(TrainingLoop):
         self._trace(ending=True)
 
     def _save(self, wait: bool = True) -> None:
-        super()._save(wait)
         if self.is_main:
             self._hash_metrics()
+        super()._save(wait)
 
     def _hash_metrics(self) -> None:
         """Record the hash of the metrics so far."""
@@ -359,8 +366,3 @@ class Run(TrainingLoop):
 
     def _identity(self) -> dict[str, Any]:
         return {"data": self._fingerprint, "config": json.dumps(self.config.to_json())}
-
-
-def _microbatches(saved: dict[str, Any]) -> int:
-    """Return the micro-batches so far of the state of a run."""
-    return int(saved["progress"]["microbatches"])

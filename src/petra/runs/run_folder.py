@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 
 from petra.distributed.job import job_name, restart_count
@@ -30,6 +31,7 @@ class FolderLock:
 
     Args:
         folder: The folder of a run; it is created if there is none.
+        patience: The seconds to wait for the lock.
 
     Raises:
         ValueError: If another process has locked it.
@@ -37,11 +39,13 @@ class FolderLock:
 
     _descriptor: int | None = None
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float = 0.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(folder, os.O_RDONLY)
+        deadline = time.monotonic() + patience
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not _locked(self._descriptor, wait=time.monotonic() < deadline):
+                time.sleep(0.1)
         except BlockingIOError:
             self.close()
             raise ValueError(
@@ -57,6 +61,17 @@ class FolderLock:
             self._descriptor = None
 
     __del__ = close
+
+
+def _locked(descriptor: int, wait: bool) -> bool:
+    """Lock a folder; return False if another process has locked it, or raise BlockingIOError if not to `wait`."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            raise
+        return False
+    return True
 
 
 def check_not_file(folder: Path) -> None:

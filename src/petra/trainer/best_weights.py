@@ -100,17 +100,24 @@ class BestWeights:
         if self._folder is not None and self._is_main and (self._folder / name).exists():
             (self._folder / name).replace(self._folder / to)
 
-    def recover(self, progress: RunProgress) -> str | None:
+    def recover(self, progress: RunProgress, checkpoint_step: int | None = None) -> str | None:
         """Commit or remove weights that were written before the process ended.
 
         Args:
-            progress: The progress at the checkpoint.
+            progress: The progress to continue from, that of the last checkpoint or of a snapshot.
+            checkpoint_step: If it is that of a snapshot, the step of the best weights at the last checkpoint.
 
         Returns:
             A warning if the best weights are missing or damaged.
         """
         if self._folder is None or not self._is_main:
             return None
+        if checkpoint_step is not None:
+            for name, step in ((CHECKPOINTED, checkpoint_step), (PENDING, progress.best_step)):
+                if (self._folder / name).exists() and _step_of(self._folder / name) != step:
+                    (self._folder / name).unlink()
+            self.commit()
+            return None  # what was removed is written again by the next evaluations
         for name in (CHECKPOINTED, PENDING):
             if (self._folder / name).exists() and _step_of(self._folder / name) == progress.best_step > 0:
                 self._rename(name, BEST)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petra.data import BatchSource, batch_count
+from petra.distributed import LostRank
 from petra.trainer.best_weights import AVERAGE, forget_newer
 from petra.trainer.callbacks import Callback
 from petra.trainer.checkpoint import export_weights, write_json
@@ -247,6 +248,8 @@ def _restore(checkpoints: Checkpoints, trainer: Trainer, train: BatchSource) -> 
         elif saved["source"] is not None:
             train.load_state_dict(saved["source"])  # type: ignore[attr-defined]
         return progress.of_rank(position.is_main), MetricsState.of_checkpoint(saved)
+    except LostRank:
+        raise
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"{checkpoints.folder} does not fit the trainer ({error}): give the network and options it was written with"

@@ -71,6 +71,7 @@ class TrainingLoop:
         quiet: Print no progress.
         resume_hint: What to do after an interruption, for the message.
         snapshots: The snapshots of this process, if the job replaces lost processes.
+        checkpoint_best_step: The step of the best weights in the last checkpoint, if the progress is newer than that.
     """
 
     on_start: ClassVar[list[Callable[[Any], None]]] = []
@@ -92,6 +93,7 @@ class TrainingLoop:
         quiet: bool = False,
         resume_hint: str = "continue from the last checkpoint",
         snapshots: Snapshots | None = None,
+        checkpoint_best_step: int | None = None,
     ) -> None:
         self.trainer, self.train, self.settings = trainer, train, settings
         self.transport, self.device = trainer.transport, trainer.device
@@ -106,9 +108,7 @@ class TrainingLoop:
         self._steps_per_update = int(trainer.layout["accumulate"])
         self._monitor = Monitor(settings.monitor, settings.min_delta)
         self._best = BestWeights(folder if settings.save_best else None, trainer)
-        best_problem = self._best.recover(self.progress)
-        if snapshots is not None and snapshots.complete is not None:
-            best_problem = None  # after a recovery, the next evaluations write the same weights again
+        best_problem = self._best.recover(self.progress, checkpoint_best_step)
         self._timer = ThroughputTimer(self.progress, self.device)
         self.records: list[dict[str, Any]] = []
         """The records of metrics of this process, the oldest first; none from before a checkpoint."""
@@ -220,7 +220,7 @@ class TrainingLoop:
             last = progress.batch == batch_count(self.train)
             if progress.microbatches % self._steps_per_update == 0:
                 self._after_step(last)
-            if self._snapshots is not None and not (last or self._stopping or self._reached_max_steps):
+            if self._snapshots is not None and not (self._stopping or self._reached_max_steps):
                 self._snapshots.after_tick(progress.microbatches, self._snapshot)
             every = self.settings.checkpoint_every
             if interrupted or (not last and every and progress.microbatches % every == 0):
