@@ -58,7 +58,7 @@ class ProcessOptions:
     )
     timeout: float = option(
         300.0,
-        help="end the job when a rank is stuck for this many seconds",
+        help="seconds on one action after which a rank counts as lost",
         group=PROCESSES,
         metavar="SECONDS",
         above=0,
@@ -66,22 +66,22 @@ class ProcessOptions:
     )
     snapshot_every: int = option(
         50,
-        help="with --ranks, when a process dies or hangs, another one takes its place, and at most this many ticks are "
-        "repeated; 0 ends the job instead",
+        help="with --ranks, the most ticks to repeat when a process dies or hangs and another one takes its place; with "
+        "0, a lost process ends the job",
         group=PROCESSES,
         metavar="TICKS",
         minimum=0,
     )
     replacements: int = option(
         10,
-        help="lost processes that are replaced; after that, the other ranks take over their stages",
+        help="processes that may be started to replace lost ones; after that, other ranks take over their stages",
         group=PROCESSES,
         metavar="N",
         minimum=0,
     )
     spares: int = option(
         0,
-        help="processes that wait, ready to replace a lost one within a second",
+        help="idle processes that are ready to replace a lost one",
         group=PROCESSES,
         metavar="N",
         minimum=0,

@@ -66,7 +66,7 @@ class BestWeights:
 
     New best weights are written to a second file, which replaces the first one when the next checkpoint is complete. So
     a training that is resumed from the checkpoint has the best weights up to there, and not those of its lost future.
-    While a checkpoint is being written, the second file that it knows has another name, because an evaluation may write
+    While a checkpoint is being written, the file with the weights it includes has another name: an evaluation may write
     a newer one.
 
     Args:
@@ -93,7 +93,7 @@ class BestWeights:
         self._rename(PENDING, CHECKPOINTED)
 
     def commit(self) -> None:
-        """Make the weights that the checkpoint knows those of the file: it is complete."""
+        """Make the weights that the checkpoint includes those of the file: it is complete."""
         self._rename(CHECKPOINTED, BEST)
 
     def _rename(self, name: str, to: str) -> None:
