@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from petra.cli.device import reject_cuda_graph, set_up_device
 from petra.cli.options import (
     WHERE,
@@ -66,8 +68,8 @@ class ProcessOptions:
     )
     snapshot_every: int = option(
         50,
-        help="with --ranks, the most ticks to repeat when a process dies or hangs and another one takes its place; with "
-        "0, a lost process ends the job",
+        help="with --ranks, the most ticks to repeat when a process dies or hangs, and another one takes its place; "
+        "with 0, a lost process ends the job",
         group=PROCESSES,
         metavar="TICKS",
         minimum=0,
@@ -160,6 +162,10 @@ def run(options: argparse.Namespace) -> int:
     def load_data() -> None:
         data.append(config.load_data())
 
+    def prepare() -> None:
+        load_data()
+        torch.optim.SGD([torch.zeros(1)]).step()  # imports what the first optimizer imports, which takes seconds
+
     def train(transport: Transport, snapshots: Snapshots | None) -> dict[str, Any] | None:
         position = transport.position
         if not data:
@@ -193,7 +199,7 @@ def run(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         early_exit=(Interrupted, ReportedElsewhere),
         snapshot_every=options.snapshot_every,
-        prepare=load_data if is_replacement() else None,
+        prepare=prepare if is_replacement() else None,
     )
     if summary is not None:
         print(f"{_result(summary)}; in {folder}")
