@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from petra.distributed.job import GenerationOver, ReportedElsewhere, connect_store, join
+from petra.distributed.job import GenerationOver, JobFailed, ReportedElsewhere, connect_store, join
 from petra.distributed.membership import JobEnded, Membership, Roster, member_number
 from petra.distributed.snapshots import Snapshots
 from petra.distributed.transport import Transport
@@ -58,6 +58,8 @@ def run_in_job(
             roster = membership.wait(roster, timeout)
         except JobEnded:
             raise ReportedElsewhere from None
+        except RuntimeError as error:  # of the store
+            raise JobFailed("the process that started the job is gone") from error
         _become(roster, number)
         try:
             with join(
