@@ -419,7 +419,7 @@ def test_a_job_that_is_asked_to_stop_writes_one_checkpoint_and_goes_on(alone, tm
     ],
 )
 def test_bad_input_starts_nobody(arguments, says, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("petra.cli.train.launch_ranks", lambda *given: pytest.fail("ranks were started"))
+    monkeypatch.setattr("petra.cli.train.launch_ranks", lambda *given, **options: pytest.fail("ranks were started"))
     assert main([*SMALL, *map(str, arguments), "--out", str(tmp_path / "run")]) == 2
     check_said_once(capsys.readouterr().err, says, tmp_path / "run")
 
