@@ -317,7 +317,7 @@ def test_a_killed_rank_ends_the_whole_job(tmp_path):
             r"rank 1 is stuck in tick \d+, (forward|backward|update) of micro-batch \d+ on stage [23], for \d+ s",
         ),
         (
-            "stop:0:9",
+            "stop:0:10",
             r"rank 0 is gone or stuck: last heard from in tick \d+, .*; rank 1 is in tick \d+, .*, waiting for rank 0",
         ),
         ("corrupt:0:9", r"the message of stage 1, micro-batch \d+, forward was corrupted in transit"),
