@@ -16,6 +16,7 @@ from petra.cli.main import main
 from petra.cli.options import given
 from petra.cli.parser import COMMANDS, RENAMED, build_parser
 from petra.cli.reference import markdown
+from petra.distributed import Recovery
 from petra.runs.config import RunConfig
 from petra.runs.option_fields import Option, check_values, flag_of, like, option, options_of
 
@@ -89,7 +90,7 @@ def test_every_field_of_a_configuration_is_an_option(command):
     parser = build_parser().commands.parsers[command]
     parser.add_command_options()
     absent = {
-        "compare": {"method", "replicas", "checkpoint_every", "checkpoint_epochs", "save_best"},
+        "compare": {"method", "replicas", "checkpoint_every", "checkpoint_epochs", "keep", "save_best"},
         "fidelity": {"replicas"},
     }
     for name, (_, described) in options_of(RunConfig).items():
@@ -169,11 +170,14 @@ def test_a_configuration_comes_back_from_json():
 
 def test_the_module_of_the_program_starts_the_ranks(tmp_path, monkeypatch):
     launched = []
-    monkeypatch.setattr("petra.cli.train.launch_ranks", lambda *given: launched.append(given) or 0)
+    monkeypatch.setattr(
+        "petra.cli.train.launch_ranks", lambda *given, **options: launched.append((*given, options)) or 0
+    )
     arguments = ["train", "--recipe", "digits", "--ranks", "2", "--out", str(tmp_path / "run")]
     assert main(arguments) == 0
     assert main(arguments, module="program") == 0
-    assert launched == [(arguments, 2, "petra"), (arguments, 2, "program")]
+    options = {"replicas": 1, "recovery": Recovery()}
+    assert launched == [(arguments, 2, "petra", options), (arguments, 2, "program", options)]
 
 
 class TestPublicNames:

@@ -174,15 +174,18 @@ def test_an_evaluation_during_the_write_does_not_replace_weights_that_the_checkp
     from petra.trainer.best_weights import BestWeights
 
     network = torch.nn.Linear(1, 1)
-    trainer = SimpleNamespace(transport=SingleProcess(), ema=None, weights=lambda average: network.state_dict())
+    trainer = SimpleNamespace(
+        transport=SingleProcess(), ema=None, network=network, weights=lambda average: network.state_dict()
+    )
     best = BestWeights(tmp_path, trainer)
-    best.write(3)
+    known = best.write(3)
     best.start_checkpoint()
+    torch.nn.init.zeros_(network.weight)
     best.write(6)
     best.commit()
-    BestWeights(tmp_path, trainer).recover(3)  # the training ends before the next checkpoint
+    progress = RunProgress(best=1.0, best_step=3, best_sha256=known)
+    assert BestWeights(tmp_path, trainer).recover(progress) is None  # the training ends before the next checkpoint
     assert [path.name for path in tmp_path.iterdir()] == [BEST]
-    progress = RunProgress(best=1.0, best_step=3)
     assert forget_newer(tmp_path, progress, SingleProcess()) is progress
 
 

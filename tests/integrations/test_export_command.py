@@ -64,6 +64,11 @@ def test_weights(digits, tmp_path):
         assert torch.equal(saved[name], value)
 
 
+def has_no_gradient(name):
+    """Whether it is the bias of a convolution, all of which come before a normalization that removes it."""
+    return "conv" in name and name.endswith(".bias")
+
+
 def test_a_checkpoint_with_its_optimizer_is_read_by_plain_pytorch(digits, tmp_path):
     """The momentum and settings of every parameter, under its name, go into an optimizer of PyTorch."""
     import torch.distributed.checkpoint as dcp
@@ -89,13 +94,13 @@ def test_a_checkpoint_with_its_optimizer_is_read_by_plain_pytorch(digits, tmp_pa
     for stage in range(3):
         for name, saved in checkpoints.stage(stage)["weights"]["optimizer"]["state"].items():
             assert torch.equal(state["optimizer"]["state"][name]["momentum_buffer"], saved["momentum_buffer"])
-            assert saved["momentum_buffer"].any()
+            assert saved["momentum_buffer"].any() != has_no_gradient(name)
     assert state["progress"]["microbatches"] == checkpoints.run()["progress"]["microbatches"] > 0
     assert all(settings["momentum"] == 0.9 for settings in state["optimizer"]["settings"].values())
     states = {i: state["optimizer"]["state"][name] for i, name in enumerate(names)}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-    buffers = [optimizer.state[p]["momentum_buffer"] for p in network.parameters()]
-    assert all(buffer.any() for buffer in buffers)
+    for name, parameter in network.named_parameters():
+        assert optimizer.state[parameter]["momentum_buffer"].any() != has_no_gradient(name)
     assert export(digits, "--format", "dcp", "--checkpoint", 3, "--out", tmp_path / "other") == 2
     assert export(digits, "--format", "dcp-checkpoint", "--checkpoint", 77, "--out", tmp_path / "other") == 2
 

@@ -67,7 +67,11 @@ class Snapshots:
         self._buffers = [HostBuffers(), HostBuffers()]
 
     def connect(self, transport: Transport) -> None:
-        """Connect to the neighbours of this generation; all processes call it."""
+        """Connect to the neighbours of this generation; all processes call it.
+
+        Args:
+            transport: The transport of this process.
+        """
         self._transport, self._due = None, 0
         if self.every and isinstance(transport, ProcessTransport):
             self._transport = transport
