@@ -218,7 +218,10 @@ def test_text_ends_at_the_end_of_a_document(run):
 def test_a_lost_tokenizer(run, tmp_path, capsys):
     folder = shutil.copytree(run, tmp_path / "copy")
     (folder / "tokenizer.json").write_text("{")
-    for says in ("tokenizer.json is damaged or was edited", "tokenizer.json is damaged or not a Hugging Face tokenizer"):
+    for says in (
+        "tokenizer.json is damaged or was edited",
+        "tokenizer.json is damaged or not a Hugging Face tokenizer",
+    ):
         assert call("generate", folder, "--device", "cpu") == 2
         assert says in capsys.readouterr().err
         (folder / "hashes.json").unlink(missing_ok=True)  # an older version of Petra wrote none
