@@ -52,7 +52,8 @@ def signals(kind, *numbers, checkpoint=3, pause=0.0):
     ids=lambda value: value.kind if isinstance(value, faults.Fault) else value.value,
 )
 def test_a_job_ends_with_the_same_weights(fault, outcome, soak):
-    trial = Trial(0, 0, stand_in(), [fault])
+    options = () if outcome is Outcome.MISSED else ("--until-fault",)
+    trial = Trial(0, 0, stand_in(*options), [fault])
     soak.run(trial)
     assert not trial.problems
     assert [event.verdict.outcome for event in trial.events] == [outcome]
@@ -72,7 +73,7 @@ def test_a_job_ends_with_the_same_weights(fault, outcome, soak):
     ],
 )
 def test_what_goes_wrong_is_found(wrong, problem, soak):
-    job = stand_in("--wrong", wrong)
+    job = stand_in("--wrong", wrong, "--until-fault")
     soak.complete(job)
     soak.limit = 1.5 if wrong in ("process", "hang") else 5.0
     trial = Trial(0, 0, job, [signals("terminate", signal.SIGTERM)])
@@ -158,8 +159,9 @@ def rank_main(rank, port, arguments, hook, log):
 @pytest.mark.parametrize(("kind", "goes_on"), [("cut connections", False), ("late message", True), ("slow disk", True)])
 def test_faults_inside_a_process(kind, goes_on, tmp_path):
     job = JOBS["two"]
-    fault = Hook(kind, "process 1", not goes_on, 9, 0.5)
-    given = [*replace(job, options=()).arguments(tmp_path / "run", 20.0), "--epochs", "1"]
+    seconds = 0.1 if kind == "slow disk" else 0.5  # the former for each of about 60 writes
+    fault = Hook(kind, "process 1", not goes_on, 9, seconds)
+    given = [*replace(job, options=()).arguments(tmp_path / "run", 60.0), "--epochs", "1"]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     hook = fault.environment(tmp_path)
     logs = [tmp_path / f"log{rank}" for rank in range(2)]

@@ -1,14 +1,19 @@
-"""A process that looks like `petra train` from outside, and starts in a moment. `--wrong WHAT` makes it misbehave."""
+"""A process that looks like `petra train` from outside, and starts in a moment. `--wrong WHAT` makes it misbehave.
+
+With `--until-fault`, an attempt with a fault waits for it after `FAULT_AT` checkpoints, so that it does not end before.
+"""
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-STEPS = 12
+STEPS, FAULT_AT = 12, 3
+LIMIT = 20.0
 
 
 def main(arguments):
@@ -23,6 +28,7 @@ def main(arguments):
         signal.signal(number, lambda *_: stop.append(1))
     if wrong == "hang" and resumed:
         time.sleep(100)
+    waits = "--until-fault" in arguments and "-fault" in os.environ["PETRA_SOAK_ATTEMPT"]
     while done < STEPS:
         time.sleep(0.03)
         done += 1
@@ -34,6 +40,8 @@ def main(arguments):
             temporary.unlink()
             print(f"petra: error: the checkpoint could not be written ({error.strerror})")
             return 2
+        if waits and done == FAULT_AT:
+            wait_for_fault(stop)
         if stop and wrong == "traceback":
             raise KeyError
         if stop and wrong == "process":
@@ -47,6 +55,17 @@ def main(arguments):
     if wrong == "file" and resumed:
         (folder / "weights.safetensors.tmp").touch()
     return 0
+
+
+def wait_for_fault(stop):
+    """Wait for a signal, or for a limit to the size of files."""
+    continued = []
+    signal.signal(signal.SIGCONT, lambda *_: continued.append(1))
+    before, deadline = resource.getrlimit(resource.RLIMIT_FSIZE), time.monotonic() + LIMIT
+    while not (stop or continued) and time.monotonic() < deadline:
+        if resource.getrlimit(resource.RLIMIT_FSIZE) != before:
+            break
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
