@@ -26,6 +26,8 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	# For the tests. Without their dependencies: torchvision asks for the CUDA build of PyTorch that it was made for.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-deps timm torchvision
 	$(BIN)/petra methods > /dev/null
+	# Compiled once here, and not by each of the processes that test.
+	$(BIN)/python -c "import petra.cli.train, pytest, hypothesis, sklearn.datasets, torch._dynamo"
 	touch $@
 
 demo: setup

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -83,12 +82,14 @@ def uninterrupted(tmp_path_factory):
 def test_resume_after_an_interruption(uninterrupted, tmp_path):
     """SIGTERM: the run writes a checkpoint between two ticks and says how to go on."""
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "petra", *restartable(folder)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "log"
+    process = fork_server.start(run_and_exit, restartable(folder), log)
     wait_for(folder / "checkpoint" / "latest.json")
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    process.terminate()
+    process.join(60)
+    process.kill()
+    error = log.read_text()
+    assert process.exitcode == 130, error
     assert "continue with --resume" in error
     assert len(error.strip().splitlines()) == 1
     with (folder / "metrics.jsonl").open("a") as file:  # as if it had died between metrics and checkpoint
@@ -117,8 +118,15 @@ def test_asked_to_stop_when_all_is_trained_it_ends_what_is_left(tmp_path, monkey
 
 def restartable(folder):
     # two ticks between checkpoints, so that a kill often falls into the writing of one
-    often = ["--batch-size", "128", "--checkpoint-every", "2"]
+    often = ["--batch-size", "128", "--checkpoint-every", "2", "--data", "synthetic:1x8x8:10:1437"]
     return ["train", *SMALL, "--quiet", *often, "--resume", "--out", str(folder)]
+
+
+def run_and_exit(arguments, log):
+    """Run the command in this process, as `python -m petra` does; errors go into ``log``."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.exit(main(arguments))
 
 
 def start_child(folder):

@@ -78,7 +78,7 @@ def test_two_processes_equal_one_bit_for_bit(tmp_path):
     expected = [json.loads(json.dumps(run(case))) for case in cases]
     plain = run({"options": {**options, "method": "petra"}})
     assert expected[0]["ticks"][-1] != json.loads(json.dumps(plain))["ticks"][-1]
-    ranks = run_ranks(2, [{**case, "resume_after": 17 + i} for i, case in enumerate(cases)], tmp_path)
+    ranks = run_ranks(2, [{**case, "resume_after": 13 + i} for i, case in enumerate(cases)], tmp_path)
     for number, one in enumerate(expected):
         for tick in range(TICKS + 1):
             assert {**ranks[0][number]["ticks"][tick], **ranks[1][number]["ticks"][tick]} == one["ticks"][tick]

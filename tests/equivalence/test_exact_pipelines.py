@@ -37,10 +37,15 @@ def state_of(trainer):
     return state(trainer.network, [stage.optimizer for stage in trainer.stages])
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-@pytest.mark.parametrize("stages", [1, 2, 4, 6])
-@pytest.mark.parametrize("schedule", EXACT)
-@pytest.mark.parametrize("method", ["reversible", "petra", "checkpointed"])
+@pytest.mark.parametrize(
+    ("method", "schedule", "stages", "k"),
+    [
+        (("reversible", "petra", "checkpointed")[(number + place + k) % 3], schedule, stages, k)
+        for number, schedule in enumerate(EXACT)
+        for place, stages in enumerate([1, 2, 4, 6])
+        for k in (1, 2, 3, 4)
+    ],
+)
 def test_exact_pipelines_have_the_bits_of_one_micro_batch_at_a_time(method, schedule, stages, k):
     if schedule == "interleaved:2" and stages % 2:
         stages += 1
@@ -95,15 +100,20 @@ def flushed_by_hand(trainer, data, after):
     trainer.drain()
 
 
-@pytest.mark.parametrize("method", ["petra", "petra-stashed", "delayed"])
+FLUSHES = [
+    *((None, every, until) for every, until in ((1, 0), (2, 0), (3, 0), (None, 1), (None, 4), (2, 3))),
+    *(("lock-step", None, until) for until in (1, 4)),  # flush:N is low-staleness
+]
+
+
 @pytest.mark.parametrize(
-    ("inner", "every", "until"),
+    ("method", "inner", "every", "until", "k"),
     [
-        *((None, every, until) for every, until in ((1, 0), (2, 0), (3, 0), (None, 1), (None, 4), (2, 3))),
-        *(("lock-step", None, until) for until in (1, 4)),  # flush:N is low-staleness
+        (method, *flushes, (1, 3)[(number + place) % 2])
+        for number, method in enumerate(["petra", "petra-stashed", "delayed"])
+        for place, flushes in enumerate(FLUSHES)
     ],
 )
-@pytest.mark.parametrize("k", [1, 3])
 def test_flushes_equal_draining_by_hand(method, inner, every, until, k):
     torch.manual_seed(0)
     network = mixed_network()
@@ -240,12 +250,12 @@ def test_gpipe_holds_all_micro_batches_of_an_update_in_the_last_stage_only():
 def test_flushed_pipelines_are_captured(options, graphs):
     trainers = pair(**{"method": "reversible", **options})
     k = options.get("accumulate", 1)
-    for x, y in images(10 * k + 16):
+    for x, y in images(6 * k + 16):
         step(trainers, x, y)
         assert_same_trainers(*trainers)
     capture = trainers[1].executor.capture
     assert capture.ineligible_reason is None
-    assert capture.captured_ticks >= 4 * k
+    assert capture.captured_ticks >= 2 * k
     if graphs is not None:
         assert capture._graph_capture.recorded == graphs
     for trainer in trainers:

@@ -12,7 +12,7 @@ from helpers.reference import train_locked, train_pipelined, train_sequential
 from petra import Trainer
 from petra.pipeline import partition
 
-TICKS = 50
+TICKS = 32
 FEWER = 23  # eight to fill five stages, five updates of three when they are full, and a rest for every k
 PIPELINED = ("petra", "petra-stashed", "checkpointed", "delayed")
 
@@ -70,7 +70,7 @@ def test_sequential_methods_equal_the_reference(method, stages, k):
     network = mixed_network()
     twin = copy.deepcopy(network)
     trainer = make_trainer(network, method=method, stages=stages, accumulate=k)
-    data = list(batches(TICKS))
+    data = list(batches(FEWER))
     reference = train_sequential(twin, data, make_optimizer, k, 7, reversible=method == "reversible")
     assert_same_run(trainer, twin, reference, data)
 
@@ -85,7 +85,7 @@ def test_synchronous_pipelines_equal_backprop(schedule, stages, k):
     twin = copy.deepcopy(network)
     trainer = make_trainer(network, method="backprop", schedule=schedule, stages=stages, accumulate=k)
     plain = make_trainer(twin, method="backprop", accumulate=k)
-    data = list(batches(TICKS))
+    data = list(batches(FEWER))
     for i, (x, y) in enumerate(data):
         trainer.step(x, y)
         plain.step(x, y)

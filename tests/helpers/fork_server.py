@@ -7,10 +7,7 @@ PRELOADED = [
     "petra.cli.compare",
     "petra.cli.fidelity",
     "petra.models",
-    "sklearn.datasets",
-    "sklearn.model_selection",
     "torch._dynamo",
-    "hypothesis",
     "pytest",
 ]
 

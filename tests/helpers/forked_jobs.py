@@ -5,6 +5,7 @@ The process that starts them must have few threads: they are forked from it.
 
 import multiprocessing
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -34,6 +35,8 @@ def _main(arguments, variables):
     from helpers import faulty_petra
 
     os.environ.update(variables)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not those of the launcher
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(faulty_petra.main(arguments))
 
 

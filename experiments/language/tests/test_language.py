@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -271,6 +272,7 @@ def test_the_list_has_every_training(monkeypatch, tmp_path, capsys):
 def test_a_smoke_trains_and_a_second_one_does_not(monkeypatch, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=lambda command, check: main(command[3:])))
     arguments = ["frontier", "--smoke", "--jobs", "2", "--only", "adamw-exact*", "adamw-petra-k32*", "--out"]
     assert call(monkeypatch, *arguments, tmp_path / "runs", "--", "--no-drop-last") == 0
     folder = tmp_path / "runs_smoke"
