@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 from helpers import fork_server
@@ -40,11 +41,12 @@ class Proxy:
                 threading.Thread(target=self._forward, args=(source, to), daemon=True).start()
 
     def _forward(self, source, to):
-        while data := source.recv(65536):
-            if self._cut.is_set():
-                threading.Event().wait()  # keep both ends open
-            to.sendall(data)
-            self.forwarded.set()
+        with source, suppress(OSError):  # the other direction may have ended
+            while data := source.recv(65536):
+                if self._cut.is_set():
+                    threading.Event().wait()  # keep both ends open
+                to.sendall(data)
+                self.forwarded.set()
 
 
 def rank_main(rank, port, folder, log, started):
