@@ -35,13 +35,14 @@ demo: setup
 
 # Four processes for two cores: many tests wait, for timeouts or for jobs that start.
 test: setup
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal --durations 20
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow and not soak"
 
 # Not part of `make test`. One trial again: python -m soak --seed SEED --only NUMBER.
 soak: setup
+	$(BIN)/python -m pytest -m soak
 	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SECONDS) --seed $(SEED)
 
 leaks: setup

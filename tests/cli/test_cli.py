@@ -546,7 +546,7 @@ class TestRunsThatAreThere:
 
     @pytest.mark.parametrize("how", [[], ["--resume"]])
     def test_one_that_another_has_trained_meanwhile_is_left_alone(self, finished, capsys, tmp_path, monkeypatch, how):
-        def late(folder):
+        def late(folder, patience):
             shutil.copytree(finished, folder)
             return FolderLock(folder)
 

@@ -24,7 +24,7 @@ def test_nothing_grows(name):
         assert not leaking(measure(work, SHORT[name], samples=20))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "times"), [("ticks of two", 200), ("jobs of two", 20)])
 def test_nothing_grows_on_two_ranks(name, times):
     found = CASES[name].run(times, samples=20)

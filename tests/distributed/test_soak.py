@@ -155,7 +155,7 @@ def rank_main(rank, port, arguments, hook, log):
     sys.exit(main(arguments))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("kind", "goes_on"), [("cut connections", False), ("late message", True), ("slow disk", True)])
 def test_faults_inside_a_process(kind, goes_on, tmp_path):
     job = JOBS["two"]

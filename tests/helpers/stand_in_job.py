@@ -26,6 +26,7 @@ def main(arguments):
     stop = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(1))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     if wrong == "hang" and resumed:
         time.sleep(100)
     waits = "--until-fault" in arguments and "-fault" in os.environ["PETRA_SOAK_ATTEMPT"]

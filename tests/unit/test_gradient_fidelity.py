@@ -42,7 +42,7 @@ def measurements(trainer, ticks, every=1, drain=True):
     return fidelity.measurements
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [3])
 @pytest.mark.parametrize("method", EXACT)
 def test_exact_methods_are_exact(method, k):
     """Eight micro-batches are two groups of three, and one of two that draining closes."""
@@ -54,7 +54,7 @@ def test_exact_methods_are_exact(method, k):
             assert value == pytest.approx(1.0, abs=1e-12), (measurement, name)
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [3])
 @pytest.mark.parametrize("method", STALE)
 def test_stale_gradients_are_exact_without_learning(method, k):
     still = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
@@ -192,7 +192,7 @@ def test_predicted_gradients_against_brute_force(k):
         assert astuple(measurement.similarity) == pytest.approx((float(own @ own), ee, ee, ue, ue, ee), rel=1e-9)
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [3])
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_measuring_does_not_change_the_training(method, k):
     def train(watch):
