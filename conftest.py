@@ -8,7 +8,7 @@ from hypothesis import settings
 
 torch.set_num_threads(1)  # test processes share the cores
 torch.backends.mkldnn.set_flags(False)  # its set-up costs more than the tiny convolutions of the tests
-settings.register_profile("petra", deadline=None, max_examples=int(os.environ.get("PETRA_EXAMPLES", "20")))
+settings.register_profile("petra", deadline=None, max_examples=int(os.environ.get("PETRA_EXAMPLES", "12")))
 settings.load_profile("petra")
 
 

@@ -8,7 +8,7 @@ import torch
 from soak.leak_cases import CASES
 from soak.leaks import Sample, growths, main, measure
 
-SHORT = {"ticks": 200, "ticks with corrections": 60, "states": 20, "trainers": 20, "fits": 20}
+SHORT = {"ticks": 200, "ticks with corrections": 60, "states": 20, "trainers": 20}
 
 
 def leaking(samples):

@@ -62,7 +62,7 @@ def test_exact_pipelines_have_the_bits_of_one_micro_batch_at_a_time(method, sche
     assert_same(state_of(trainer), state_of(plain))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_exact_pipelines_equal_autograd_in_float64(data):
     """Against a loop with `backward()` on the whole network, to 1e-10, with any cut and any number of micro-batches."""
