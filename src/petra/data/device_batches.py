@@ -105,7 +105,7 @@ class Normalise:
 
 @dataclass(frozen=True)
 class Finish:
-    """What happens to a batch of samples on the device."""
+    """The steps that turn samples into a batch on the device."""
 
     normalise: Normalise | None
     """Converts and normalises uint8 images."""

@@ -30,7 +30,7 @@ STOP_WINDOW = 10.0
 
 @dataclass(frozen=True)
 class Recovery:
-    """What happens when a process of a job is lost."""
+    """How a job continues when it loses a process."""
 
     replacements: int = 10
     """How many new processes are started; after that, the other processes take over the stages of lost ones."""

@@ -31,7 +31,7 @@ Part = tuple[int, int]
 
 @dataclass
 class Snapshot:
-    """What one process holds of a snapshot."""
+    """The part of a snapshot that one process holds."""
 
     tick: int
     ranks: int

@@ -1,4 +1,4 @@
-"""What the folder of a run has recorded. A file that is missing or damaged is noted, and the rest is read."""
+"""The records in the folder of a run. A file that is missing or damaged is noted, and the rest is read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunRecord:
     command: str = ""
     """The command that trains such a run."""
     problems: list[str] = field(default_factory=list)
-    """What is missing or damaged."""
+    """Files that are missing or damaged."""
 
     @property
     def method(self) -> str:

@@ -26,11 +26,11 @@ MUON_LR, ADAMW_LR = 2e-3, 1e-3
 
 @dataclass(frozen=True)
 class Situation:
-    """What the choice depends on."""
+    """The network, the data and the hardware to choose for."""
 
     kind: Kind
     reversible: bool
-    """Whether the network has reversible layers."""
+    """True if the network has reversible layers."""
     devices: int
     layers: int | None = None
     """The number of layers; None if it is not known."""
@@ -41,7 +41,7 @@ class Situation:
     max_accumulate: int | None = None
     """The largest number of micro-batches per update."""
     text: bool = False
-    """Whether the data is text."""
+    """True if the data is text."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Choice:
     """One way to train."""
 
     name: str
-    """What it is, in a few words."""
+    """A short description."""
     method: str
     stages: int
     accumulate: int

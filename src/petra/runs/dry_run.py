@@ -1,4 +1,4 @@
-"""What a training would do: its stages, staleness, memory and time, without training."""
+"""Describes a training in advance: its stages, staleness, memory and time, without training."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, REPORT, *_ = _OTHERS
 HASHES = "hashes.json"
 CHECKPOINTS = "checkpoint"
 CONFIG_REMEDY = f"restore a copy; if you edited it on purpose, remove {HASHES}"
-"""What to do about a `config.json` that is not what the run wrote."""
+"""The remedy for a `config.json` that has changed."""
 
 
 class FolderLock:

@@ -22,7 +22,7 @@ from petra.trainer.checkpoint import to_json_bytes
 from petra.trainer.validation import check_device
 
 TOKENS_REMEDY = "restore it, because it defines the tokens"
-"""What to do about a missing or damaged vocabulary or tokenizer."""
+"""The remedy for a missing or damaged vocabulary or tokenizer."""
 
 
 @dataclass(frozen=True)
