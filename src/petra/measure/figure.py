@@ -1,4 +1,4 @@
-"""Settings of all figures: a size that is readable in a column of 800 pixels, round ticks, and legends outside plots."""
+"""Settings of all figures: a size that is readable at 800 pixels, round ticks, and legends outside plots."""
 
 from __future__ import annotations
 
