@@ -88,6 +88,13 @@ def test_the_input_pipeline_is_measured_in_a_smoke_run_that_stores_nothing(tmp_p
     monkeypatch.setattr(sys, "argv", arguments)
     module.main()
     shown = capsys.readouterr().out
-    assert "input pipeline, 1 workers" in shown
-    assert "limit" in shown
+    assert "data in memory" in shown
+    assert "limit: " in shown
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_network_of_ones_own_learns_with_petra_at_the_default_settings():
+    (module,) = import_scripts("benchmarks/guidance", "run")
+    found = module.train("defaults, PETRA", seed=1, epochs=8)
+    assert found["accuracy"][-1] > 0.85  # 95 % on average; at a constant learning rate of 0.1 it is 30 %
