@@ -32,7 +32,7 @@ def standing_in(monkeypatch):
     """As if ticks could be captured on a CPU; returns the values of `cuda_graph` that trainers got."""
     values = []
 
-    def make_graph_capture(device, place, cuda_graph=None):
+    def make_graph_capture(device, cuda_graph=None):
         values.append(cuda_graph)
         return None if cuda_graph is False else OperationCapture()
 

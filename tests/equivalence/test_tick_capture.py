@@ -19,7 +19,6 @@ from petra import Network, ReversibleBlock, ReversibleResidual
 from petra.cudagraph import CudaGraphCapture, TickCapture
 from petra.cudagraph.graph_capture import GraphMemory
 from petra.cudagraph.ring_buffers import make_copies
-from petra.distributed import RankPosition
 from petra.measure import Fidelity
 from petra.optim import Muon
 from petra.trainer.validation import make_graph_capture
@@ -526,21 +525,17 @@ def test_a_layer_that_cannot_be_recorded_is_done_all_the_same(options):
     assert trainers[1].executor.capture.captured_ticks == 0
 
 
-def test_capture_is_for_one_gpu():
+def test_capture_is_for_gpus():
     with pytest.raises(ValueError, match="the device is cpu"):
         make(tiny(), cuda_graph=True)
-    for place in (RankPosition(ranks=2), RankPosition(replicas=2)):
-        with pytest.raises(ValueError, match="there are 2: leave it out"):
-            make_graph_capture(torch.device("cuda"), place, True)
-        assert make_graph_capture(torch.device("cuda"), place) is None
-    assert make_graph_capture(torch.device("cpu"), RankPosition()) is None
+    assert make_graph_capture(torch.device("cpu")) is None
 
 
 def test_capture_is_the_default_on_a_gpu(monkeypatch):
     monkeypatch.setattr("petra.trainer.validation.CudaGraphCapture", lambda device: f"recorder of {device}")
-    assert make_graph_capture(torch.device("cuda"), RankPosition()) == "recorder of cuda"
-    assert make_graph_capture(torch.device("cuda"), RankPosition(), True) == "recorder of cuda"
-    assert make_graph_capture(torch.device("cuda"), RankPosition(), False) is None
+    assert make_graph_capture(torch.device("cuda")) == "recorder of cuda"
+    assert make_graph_capture(torch.device("cuda"), True) == "recorder of cuda"
+    assert make_graph_capture(torch.device("cuda"), False) is None
 
 
 class Masked(nn.Module):

@@ -25,8 +25,8 @@ def _of_stage(stage: Stage) -> str | None:
         return "predicted weights are stashed"
     if stage.method.saves_graphs:
         return f"{stage.method.name} keeps autograd graphs from one tick to the next"
-    if stage.average is not None:
-        return "replicas average their gradients"
+    if stage.average is not None and stage.synthesizer is not None:
+        return "replicas average the gradients of synthesizers"
     for optimizer in optimizers_of(stage.optimizer):
         if isinstance(optimizer, CapturableOptimizer):
             continue

@@ -76,10 +76,15 @@ class SteadyState:
         now = _microbatches(executor)
         forward, backward, last = Kind.FORWARD, Kind.BACKWARD, stages[-1]
         self.queues = [
-            *(RingQueue(_member(mailbox.forward, s), tuple, tuple, now, _is(s, forward)) for s in stages),
             *(
-                RingQueue(_member(mailbox.backward, s.index), _take_apart, _put_together, now, _is(s.index, _taker(s)))
+                RingQueue(_member(mailbox.forward, s), tuple, tuple, now, _is(s, forward))
+                for s in stages
+                if not mailbox.comes_from_other_rank(s, forward)
+            ),
+            *(
+                RingQueue(_member(mailbox.backward, s.index), take_apart, put_together, now, _is(s.index, taker(s)))
                 for s in executor.stages
+                if not mailbox.comes_from_other_rank(s.index, backward)
             ),
             *(RingQueue(_saved_by(s), _inputs_of, _saved, now, _is(s.index, backward)) for s in executor.stages),
             *(
@@ -151,7 +156,7 @@ def _is(stage: int, kind: Kind) -> Callable[[Action], bool]:
     return lambda action: action.stage == stage and action.kind is kind
 
 
-def _taker(stage: Stage) -> Kind:
+def taker(stage: Stage) -> Kind:
     """Return the kind of action that takes the message from the stage above."""
     return Kind.BACKWARD if stage.synthesizer is None else Kind.LEARN
 
@@ -176,11 +181,13 @@ def _versions_of(stash: WeightStash) -> Callable[[], StashVersions]:
     return lambda: StashVersions(stash)
 
 
-def _take_apart(message: BackwardMessage) -> Any:
+def take_apart(message: BackwardMessage) -> Any:
+    """Return the parts of a message as a tree of tensors."""
     return message.streams, message.gradients
 
 
-def _put_together(parts: Any) -> BackwardMessage:
+def put_together(parts: Any) -> BackwardMessage:
+    """Return the message of such parts."""
     return BackwardMessage(*parts)
 
 

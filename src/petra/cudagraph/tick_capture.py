@@ -9,7 +9,7 @@ ticks is in ring buffers (`ring_buffers`), so eager ticks can follow captured on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count, groupby
@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_map
 
 from petra.cudagraph.async_copy import AsyncCopy
 from petra.cudagraph.eligibility import groups_of, ineligible_reason
-from petra.cudagraph.graph_capture import GraphCapture, Launch
+from petra.cudagraph.graph_capture import GraphCapture
 from petra.cudagraph.guards import Guards
 from petra.cudagraph.lr_tensor import LearningRateTensor
-from petra.cudagraph.ring_buffers import Copy, QueueChange, make_copies
+from petra.cudagraph.ring_buffers import Copy, make_copies
 from petra.cudagraph.steady_state import CapturedTick, StashVersions, SteadyState
+from petra.cudagraph.tick_recording import TickRecording
 from petra.formatting import first_line
 from petra.pipeline import Executor, MicrobatchResult
 from petra.pipeline.results import check_finite
@@ -74,13 +75,14 @@ class TickCapture:
             The micro-batches that reached the loss in this tick.
         """
         executor = self._executor
-        kind = tuple(_kind(x) for x in (*inputs, targets))
+        used = self._used_data(inputs, targets)
+        kind = tuple(_kind(x) for x in used)
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         if (
             self.ineligible_reason is not None
             or weight != 1.0
             or any(other != 1.0 for _, other in executor.mailbox.targets.values())  # ring buffers leave it out
-            or not isinstance(targets, Tensor)
+            or not all(isinstance(x, Tensor) for x in used)
             or executor.observers
             or executor.clock is not None
             or any(shape != shapes for shape in executor.input_shapes)
@@ -159,47 +161,71 @@ class TickCapture:
     ) -> list[MicrobatchResult]:
         executor = self._executor
         first, position = executor.microbatches, executor.position_in_cycle
-        static_inputs, static_targets = tuple(x.clone() for x in inputs), targets.clone()
-        actions = executor.next_actions
-        results: list[MicrobatchResult] = []
-        changes: list[QueueChange] = []
+        recording = TickRecording(steady, executor.next_actions, *self._static_data(inputs, targets))
+        with executor.uninterrupted():
+            performed = self._record(recording)
+        if not performed:
+            return self._run_eagerly(inputs, targets, 1.0)
+        for stage in executor.stages:
+            if any(action.stage == stage.index and action.kind is Kind.UPDATE for action in recording.actions):
+                stage.finish_update()
+        relative = [replace(r, microbatch=r.microbatch - first) for r in recording.results]
+        if recording.launch is None:
+            return self._results(relative, first)
+        steady.ticks[position] = CapturedTick(
+            recording.launch,
+            guards,
+            before,
+            recording.inputs,
+            recording.targets,
+            relative,
+            shifted(recording.actions, -first),
+            recording.changes,
+            recording.rates,
+        )
+        return self._results(relative, first)
+
+    def _used_data(self, inputs: Streams, targets: Any) -> tuple[Any, ...]:
+        """Return the inputs and the targets that are used in this process."""
+        return *inputs, targets
+
+    def _static_data(self, inputs: Streams, targets: Any) -> tuple[Streams, Any]:
+        """Return the inputs and the targets in memory that the graph will read, where they are used."""
+        return tuple(x.clone() for x in inputs), targets.clone()
+
+    def _record(self, recording: TickRecording) -> bool:
+        """Capture and launch the next tick; if that fails, restore the host's state and set `ineligible_reason`.
+
+        Args:
+            recording: The tick, to be completed.
+
+        Returns:
+            True if the tick has been performed.
+        """
+        executor = self._executor
 
         def work() -> None:
-            references = steady.references()
-            steady.fetch(actions)
-            found = executor.run_tick(static_inputs, static_targets, 1.0, self._perform_in_branches)
-            # The targets of the new micro-batch may be about to take the place of these.
-            results.extend(replace(r, targets=r.targets.clone()) for r in found)
-            changes.extend(steady.store(references, self._keep_gradients()))
+            recording.begin()
+            found = executor.run_tick(recording.inputs, recording.targets, 1.0, self._perform_in_branches)
+            recording.finish(found, self._keep_gradients())
 
-        with executor.uninterrupted():
-            captured = self._try(steady, work)
-        if captured is None:
-            return self._run_eagerly(inputs, targets, 1.0)
-        launch, rates = captured
-        relative = [replace(r, microbatch=r.microbatch - first) for r in results]
-        shifted = _shifted(actions, -first)
-        tick = CapturedTick(launch, guards, before, static_inputs, static_targets, relative, shifted, changes, rates)
-        steady.ticks[position] = tick
-        for stage in executor.stages:
-            if any(action.stage == stage.index and action.kind is Kind.UPDATE for action in actions):
-                stage.finish_update()
-        return self._results(tick, first)
-
-    def _try(self, steady: SteadyState, work: Callable[[], None]) -> tuple[Launch, LearningRateTensor] | None:
-        """Capture ``work``; if that fails, restore the host's state and set `ineligible_reason`."""
         before = None
         try:
-            self._settle(steady)
-            before = self._executor.host_state()
-            with self._capture_mode() as rates:
-                return self._graph_capture.capture(work), rates
+            self._settle(recording.steady)
+            before = executor.host_state()
+            with self._capture_mode() as recording.rates:
+                recording.launch = self._graph_capture.capture(work)
         except Exception as error:
             if before is not None:  # a capture launches nothing, so all tensors have the values they had
-                self._executor.load_host_state(before)
-            self.ineligible_reason = f"a tick could not be captured ({first_line(error)})"
-            self._steady_states.clear()
-            return None
+                executor.load_host_state(before)
+            self._give_up(error)
+            return False
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self.ineligible_reason = f"a tick could not be captured ({first_line(error)})"
+        self._steady_states.clear()
+        self._settled = None
 
     def _launch(
         self, steady: SteadyState, captured: CapturedTick, inputs: Streams, targets: Any
@@ -207,20 +233,21 @@ class TickCapture:
         first = self._executor.microbatches
         with self._executor.uninterrupted():
             self._settle(steady)
-            for to, x in zip((*captured.inputs, captured.targets), (*inputs, targets), strict=True):
+            static, given = self._used_data(captured.inputs, captured.targets), self._used_data(inputs, targets)
+            for to, x in zip(static, given, strict=True):
                 to.copy_(x, non_blocking=True)
             captured.rates.refresh()
             captured.launch()
             references = steady.references()
-            self._executor.advance(inputs, _shifted(captured.actions, first))
+            self._executor.advance(inputs, shifted(captured.actions, first))
             steady.advance(captured.changes, references)
         self.captured_ticks += 1
-        return self._results(captured, first)
+        return self._results(captured.results, first)
 
-    def _results(self, captured: CapturedTick, first: int) -> list[MicrobatchResult]:
+    def _results(self, relative: Sequence[MicrobatchResult], first: int) -> list[MicrobatchResult]:
         """Copy the results out of the memory that the next launch overwrites."""
         results = []
-        for r in captured.results:
+        for r in relative:
             loss, outputs, targets = tree_map(Tensor.clone, (r.loss, r.outputs, r.targets))
             results.append(replace(r, microbatch=first + r.microbatch, loss=loss, outputs=outputs, targets=targets))
             self._losses.append((first + r.microbatch, AsyncCopy(loss)))
@@ -313,7 +340,7 @@ class TickCapture:
 
     def _find_equal(self, steady: SteadyState, guards: Any, before: Any) -> CapturedTick | None:
         """Find a tick that was captured at another position in the cycle and does the same as the next one."""
-        actions = _shifted(self._executor.next_actions, -self._executor.microbatches)
+        actions = shifted(self._executor.next_actions, -self._executor.microbatches)
         for captured in steady.ticks.values():
             if (captured.guards, captured.before, captured.actions) == (guards, before, actions):
                 steady.ticks[self._executor.position_in_cycle] = captured
@@ -329,7 +356,12 @@ class TickCapture:
         """Return which micro-batches wait where, relative to the next one."""
         executor, mailbox = self._executor, self._executor.mailbox
         now, stages = executor.microbatches, executor.stages
-        queues: list[dict[int, Any]] = [*mailbox.forward, *mailbox.backward, *(s.saved for s in stages)]
+        # When messages of other ranks arrive is not decided here, and they wait outside of the ring buffers.
+        queues: list[dict[int, Any]] = [
+            *(w for s, w in enumerate(mailbox.forward) if not mailbox.comes_from_other_rank(s, Kind.FORWARD)),
+            *(w for s, w in enumerate(mailbox.backward) if not mailbox.comes_from_other_rank(s, Kind.BACKWARD)),
+            *(s.saved for s in stages),
+        ]
         numbers = [[n - now for n in sorted(waiting)] for waiting in (*queues, mailbox.targets)]
         stashed = [sorted(v - stage.updates for v in StashVersions(stage.stash)) for stage in stages if stage.stash]
         ages = [stage.corrections.delays_so_far for stage in stages if stage.corrections is not None]
@@ -352,7 +384,8 @@ def _assign_branches(tick: Tick, most: int) -> dict[int, int]:
     return {stage: number % most for stage, number in branches.items()}
 
 
-def _shifted(actions: Sequence[Action], by: int) -> list[Action]:
+def shifted(actions: Iterable[Action], by: int) -> list[Action]:
+    """Return the actions with other micro-batch numbers."""
     return [Action(action.stage, action.kind, action.microbatch + by) for action in actions]
 
 

@@ -44,10 +44,10 @@ class MessageBuffers:
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
 
-    def empty_like(self, template: Tensor, device: torch.device) -> Tensor:
+    def empty_like(self, template: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
         """Return an uninitialized tensor with the shape and dtype of the template."""
-        if device.type != "cpu":
-            return torch.empty(template.shape, dtype=template.dtype, device=device)  # its allocator reuses memory
+        if device.type != "cpu" or pinned:  # their allocators reuse memory
+            return torch.empty(template.shape, dtype=template.dtype, device=device, pin_memory=pinned)
         size = template.numel() * template.element_size()
         if size == 0:
             return torch.empty(template.shape, dtype=template.dtype)
@@ -154,12 +154,13 @@ class ProcessTransport(Transport):
             if group is not None:
                 _close(group)
 
-    def send(self, to: int, action: Action, tensors: Template) -> None:
-        message = [t.contiguous().to(self._comm_device) for t in tensors if t is not None]
+    def send(self, to: int, action: Action, tensors: Template, overwritten: bool = False) -> None:
+        message, wait_for_copies = self._copy_out([t for t in tensors if t is not None], overwritten)
         self.sent[to, action.kind.value] += payload(message)
         versions = _versions(message)
 
         def deliver() -> Callable[[], None]:
+            wait_for_copies()
             header = [make_header(action, checksum(message) if self._verify else 0)] if self._has_headers else []
             return self._post(to, [*header, *message])
 
@@ -174,6 +175,19 @@ class ProcessTransport(Transport):
                 )
 
         self._pending_sends[-1].append((to, wait))
+
+    def _copy_out(self, tensors: list[Tensor], overwritten: bool) -> tuple[list[Tensor], Callable[[], None]]:
+        """Return the tensors on the device of messages, and a function that waits until they have their values."""
+        if self.device.type == "cuda" and self._comm_device.type == "cpu":
+            message = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for copy, t in zip(message, tensors, strict=True):
+                copy.copy_(t, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self.device))
+            return message, copied.synchronize
+        if overwritten:
+            return [t.clone(memory_format=torch.contiguous_format) for t in tensors], lambda: None
+        return [t.contiguous().to(self._comm_device) for t in tensors], lambda: None
 
     def _post(self, to: int, message: list[Tensor]) -> Callable[[], None]:
         """Start sending the tensors, and return a function that waits until they have left."""
@@ -191,7 +205,8 @@ class ProcessTransport(Transport):
 
     def receive(self, source: int, action: Action, template: Template) -> PendingReceive:
         header = [empty_header()] if self._has_headers else []
-        message = [self._buffers.empty_like(t, self._comm_device) for t in template if t is not None]
+        pinned = self.device.type == "cuda" and self._comm_device.type == "cpu"
+        message = [self._buffers.empty_like(t, self._comm_device, pinned) for t in template if t is not None]
         group = self._groups[source, self.position.rank]
         with self._connected(source, "receive from"):
             works = [dist.irecv(tensor, self._process(source), group=group) for tensor in [*header, *message]]
@@ -211,7 +226,7 @@ class ProcessTransport(Transport):
             if self._has_headers:
                 check_header(header[0], action, received)
             arrived = iter(message)
-            return tuple(None if t is None else next(arrived).to(self.device) for t in template)
+            return tuple(None if t is None else next(arrived).to(self.device, non_blocking=pinned) for t in template)
 
         return arrive
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from petra.distributed.transport import PendingReceive, Transport
 from petra.methods import BackwardMessage
-from petra.pipeline.mailbox import EVALUATION, LocalMailbox, Shapes
+from petra.pipeline.mailbox import EVALUATION, LocalMailbox, Outgoing, Shapes
 from petra.pipeline.message_format import MessageFormat
 from petra.pipeline.message_shapes import ShapeInference, Template, as_message, as_tensors, shapes_of
 from petra.pipeline.stage import Stage
@@ -48,6 +48,17 @@ class RankMailbox(LocalMailbox):
         self._evaluation: list[Template] = []  # for each stage, the shapes of its inputs in evaluation mode
         self._pending_forward: dict[tuple[int, int], PendingReceive] = {}  # by stage and micro-batch
         self._pending_backward: dict[tuple[int, int], PendingReceive] = {}
+
+    def comes_from_other_rank(self, stage: int, kind: Kind) -> bool:
+        other = stage - 1 if kind is Kind.FORWARD else stage + 1
+        return 0 <= other < self.stages and other not in self._owned
+
+    def collect(self, stage: int, kind: Kind, microbatch: int) -> None:
+        collect = self._collect_forward if kind is Kind.FORWARD else self._collect_backward
+        collect(stage, microbatch)
+
+    def transmit(self, message: Outgoing) -> None:
+        self._transport.send(message.to, message.action, message.tensors, overwritten=True)
 
     def network_outputs(self, inputs: Shapes) -> Streams:
         """Return the outputs of the network in evaluation mode, as tensors on the meta device.
@@ -140,7 +151,11 @@ class RankMailbox(LocalMailbox):
 
     def _send(self, to: int, header: Action, tensors: Template) -> None:
         # Transports send values in the order of dimensions: in this one, that is their order in memory.
-        self._transport.send(to, header, self._permuted(tensors, 0, 2, 3, 1))
+        tensors = self._permuted(tensors, 0, 2, 3, 1)
+        if self.outbox is not None:
+            self.outbox.append(Outgoing(to, header, tensors))
+        else:
+            self._transport.send(to, header, tensors)
 
     def _receive(self, header: Action, template: Template) -> PendingReceive:
         source = self._placement[header.stage]

@@ -72,7 +72,7 @@ class ThreadTransport(Transport):
         super().__init__(position, "cpu")
         self._shared = shared
 
-    def send(self, to: int, action: Action, tensors: Template) -> None:
+    def send(self, to: int, action: Action, tensors: Template, overwritten: bool = False) -> None:
         message = [t.clone(memory_format=torch.contiguous_format) for t in tensors if t is not None]
         self.sent[to, action.kind.value] += payload(message)
         self._shared.channels[self.position.replica, self.position.rank, to].append(

@@ -71,13 +71,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, to: int, action: Action, tensors: Template) -> None:
-        """Send a message without waiting for its receiver. Nobody may write into the tensors afterwards.
+    def send(self, to: int, action: Action, tensors: Template, overwritten: bool = False) -> None:
+        """Send a message without waiting for its receiver.
 
         Args:
             to: The receiving rank.
             action: The action that the message results from.
             tensors: The content.
+            overwritten: Whether somebody may write into the tensors after the call, so that they are copied.
         """
 
     @abstractmethod
@@ -253,7 +254,7 @@ class SingleProcess(Transport):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(RankPosition(), device)
 
-    def send(self, to: int, action: Action, tensors: Template) -> None:
+    def send(self, to: int, action: Action, tensors: Template, overwritten: bool = False) -> None:
         raise AssertionError("there is no other rank")
 
     def receive(self, source: int, action: Action, template: Template) -> PendingReceive:

@@ -81,10 +81,14 @@ class Executor:
         return self._current.position(self._tick)
 
     @property
+    def next_tick(self) -> Tick:
+        """The next tick, if a micro-batch is read in it."""
+        return self._current.tick(self._tick, self._fed + 1)
+
+    @property
     def next_actions(self) -> list[Action]:
-        """The actions of the next tick, if a micro-batch is read in it."""
-        tick = self._current.tick(self._tick, self._fed + 1)
-        return [Action(a.stage, a.kind, self._start + a.microbatch) for phase in tick for a in phase]
+        """The actions of the next tick, with the numbers of their micro-batches."""
+        return [Action(a.stage, a.kind, self._start + a.microbatch) for phase in self.next_tick for a in phase]
 
     @property
     def input_shapes(self) -> list[Shapes]:
@@ -125,13 +129,28 @@ class Executor:
             The micro-batches that reached the loss in this tick.
         """
         with self.uninterrupted():
-            self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
-            self.mailbox.read(self.microbatches, inputs, targets, weight)
-            self._fed += 1
-            tick = self._current.tick(self._tick, self._fed)
+            tick = self.next_tick
+            self.read(inputs, targets, weight)
             results = self.perform(tick) if perform is None else perform(tick)
-            self._tick += 1
+            self.complete_tick()
         return results
+
+    def read(self, inputs: Streams, targets: Any, weight: float = 1.0) -> None:
+        """Read the micro-batch of the next tick.
+
+        Args:
+            inputs: The inputs of the network, on the device.
+            targets: The targets of the loss.
+            weight: The weight of the gradient in the mean over replicas.
+        """
+        self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
+        self.mailbox.read(self.microbatches, inputs, targets, weight)
+        self._fed += 1
+
+    def complete_tick(self) -> None:
+        """Go on to the next tick."""
+        self._tick += 1
+        self.activity.now("between ticks")
 
     def drain(self) -> list[MicrobatchResult]:
         """Finish what is in flight, and update with what is left; the next tick fills the pipeline again.
@@ -221,26 +240,66 @@ class Executor:
         Returns:
             The micro-batches that reached the loss.
         """
+        self.begin(tick)
+        results = [result for phase in tick for action in phase for result in self.perform_action(action)]
+        self.activity.now("between ticks")
+        return results
+
+    def begin(self, tick: Tick) -> None:
+        """Prepare for the messages of a tick, and announce its actions.
+
+        Args:
+            tick: The actions of all stages, also those of other ranks.
+        """
         self.mailbox.begin_tick(tick, self._start, self._shapes)
-        results = []
         if self.clipping is not None:
             self.clipping.begin_tick()
         for announce in self.announcements:
             announce(self._start, tick)
-        for phase in tick:
-            for action in phase:
-                if action.microbatch < 0 and self._start > 0:
-                    continue  # zero features come before the first micro-batch of all, not of every filling
-                if action.stage in self._owned:
-                    results += self._act(action)
-                else:
-                    if self.clipping is not None and action.kind is Kind.UPDATE:
-                        self.clipping.announce()
-                    self.mailbox.begin_remote_action(Action(action.stage, action.kind, self._start + action.microbatch))
-                if action.kind is Kind.BACKWARD and action.stage == 0:  # it has left the pipeline
-                    self._shapes.pop(self._start + action.microbatch)
-        self.activity.now("between ticks")
+
+    def perform_action(self, action: Action) -> list[MicrobatchResult]:
+        """Run an action of a stage of this process, or note one of another rank.
+
+        Args:
+            action: The action; its micro-batch is counted from the one with which the pipeline began to fill.
+
+        Returns:
+            The micro-batch, if it reached the loss.
+        """
+        results: list[MicrobatchResult] = []
+        if action.microbatch < 0 and self._start > 0:
+            return results  # zero features come before the first micro-batch of all, not of every filling
+        if action.stage in self._owned:
+            results = self._act(action)
+        else:
+            if self.clipping is not None and action.kind is Kind.UPDATE:
+                self.clipping.announce()
+            self.mailbox.begin_remote_action(Action(action.stage, action.kind, self._start + action.microbatch))
+        if action.kind is Kind.BACKWARD and action.stage == 0:  # it has left the pipeline
+            self._shapes.pop(self._start + action.microbatch)
         return results
+
+    def owns(self, stage: int) -> bool:
+        """Return whether a stage is in this process.
+
+        Args:
+            stage: The index of the stage.
+
+        Returns:
+            True if it is.
+        """
+        return stage in self._owned
+
+    def begin_captured_tick(self, shapes: Shapes) -> None:
+        """Prepare for the messages of the next tick, part of which are captured graphs.
+
+        Args:
+            shapes: The shapes and dtypes of the inputs that are read.
+        """
+        self._shapes[self.microbatches] = shapes
+        self.activity.now("captured tick", self._start + self._tick)
+        self.activity.set_up = True
+        self.mailbox.begin_tick(self.next_tick, self._start, self._shapes)
 
     def _act(self, action: Action) -> list[MicrobatchResult]:
         stage, mailbox = self._owned[action.stage], self.mailbox
@@ -307,6 +366,7 @@ class Executor:
         self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
         self._fed += 1
         self._tick += 1
+        self.activity.now("between ticks")
         for stage in self.stages:
             stage.advance([action for action in actions if action.stage == stage.index])
         for action in actions:

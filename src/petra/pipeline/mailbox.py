@@ -7,7 +7,8 @@ Other mailboxes derive from it: one exchanges messages with other ranks, one sim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,24 @@ from petra.methods import BackwardMessage
 from petra.pipeline.message_format import MessageFormat
 from petra.pipeline.stage import Stage
 from petra.reversible.streams import Streams
-from petra.schedule import Action, Tick
+from petra.schedule import Action, Kind, Tick
 
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shape and dtype of each input of a micro-batch."""
 
 EVALUATION = -1
 """The micro-batch number of messages in evaluation mode."""
+
+
+class Outgoing(NamedTuple):
+    """A message to another rank."""
+
+    to: int
+    """The rank that receives it."""
+    action: Action
+    """The action that it results from."""
+    tensors: Sequence[Tensor | None]
+    """The content."""
 
 
 class Mailbox(ABC):
@@ -40,6 +52,8 @@ class Mailbox(ABC):
     """If set, messages are appended here when they are taken, to keep their memory alive."""
     exchanges: bool = False
     """True if some stages are on other ranks."""
+    outbox: list[Outgoing] | None = None
+    """If set, messages to other ranks are appended here, and not sent."""
 
     @abstractmethod
     def read(self, microbatch: int, inputs: Streams, targets: Any, weight: float) -> None:
@@ -74,6 +88,35 @@ class Mailbox(ABC):
         Args:
             action: The action.
         """
+
+    def comes_from_other_rank(self, stage: int, kind: Kind) -> bool:
+        """Return whether the messages that wait for a stage come from another rank.
+
+        Args:
+            stage: The stage that receives them.
+            kind: `Kind.FORWARD` for those from the stage below, another kind for those from the stage above.
+
+        Returns:
+            True if they do.
+        """
+        return False
+
+    def collect(self, stage: int, kind: Kind, microbatch: int) -> None:  # noqa: B027 - optional
+        """Wait for a message of another rank, which then waits for its stage as if it came from this one.
+
+        Args:
+            stage: The stage that receives it.
+            kind: `Kind.FORWARD` for a message from the stage below, another kind for one from the stage above.
+            microbatch: The micro-batch.
+        """
+
+    def transmit(self, message: Outgoing) -> None:
+        """Send a message of the outbox. Its tensors may be overwritten afterwards.
+
+        Args:
+            message: The message.
+        """
+        raise AssertionError("there is no other rank")
 
     @abstractmethod
     def take_forward(self, stage: Stage, microbatch: int) -> Streams:

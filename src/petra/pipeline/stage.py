@@ -214,12 +214,30 @@ class Stage:
         Gradients stay readable until the next backward, as the optimizer leaves them.
         """
         self.prepare_update()
+        self.clip_and_update()
+
+    def update_with_means(self) -> None:
+        """Update the weights with the gradients, of which the means have been computed."""
+        if self.corrections is not None:
+            self.corrections.change_gradients()
+        self.clip_and_update()
+
+    def clip_and_update(self) -> None:
+        """Update the weights with the gradients, after clipping them."""
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.apply_update()
 
     def prepare_update(self) -> None:
         """Compute the mean of the gradients since the last update, over all replicas, before it is clipped."""
+        self.average_microbatches()
+        if self.average is not None:
+            self.average_over_replicas()
+        if self.corrections is not None:
+            self.corrections.change_gradients()
+
+    def average_microbatches(self) -> None:
+        """Compute the mean of the gradients since the last update."""
         if self.accumulated == 0:  # zero features (Features Replay, Section 3.2) have a gradient of zero
             set_zero_gradients(self.parameters, self.layers.modules())
             if self.corrections is not None:
@@ -229,10 +247,6 @@ class Stage:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad / self.accumulated
         self.accumulated = 0
-        if self.average is not None:
-            self._average_over_replicas()
-        if self.corrections is not None:
-            self.corrections.change_gradients()
 
     def apply_update(self) -> None:
         """Update the weights with the gradients."""
@@ -269,7 +283,8 @@ class Stage:
         elif self.peak_lrs is not None:
             self.peak_lrs.observe()
 
-    def _average_over_replicas(self) -> None:
+    def average_over_replicas(self) -> None:
+        """Replace gradients and running statistics by their means over all replicas."""
         assert self.average is not None
         trained = [p for p in self.parameters if p.requires_grad]
         # A replica without a gradient contributes zero; a parameter without a gradient on any replica keeps None.

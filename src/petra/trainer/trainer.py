@@ -18,7 +18,7 @@ from petra import methods
 from petra.conversion import as_network
 from petra.conversion.module_network import weight_owner
 from petra.corrections import Correction
-from petra.cudagraph import TickCapture
+from petra.cudagraph import RankTickCapture, TickCapture
 from petra.distributed import RankMailbox, SingleProcess, Transport
 from petra.methods import Method, Settings
 from petra.pipeline import (
@@ -190,7 +190,7 @@ class Trainer:
         self.loss = loss
         self.loss_checked = len(cuts) == 1 or isinstance(self.schedule, SequentialSchedule)
         """True if the loss was tried with outputs of the network, which takes one evaluation in the first `step`."""
-        graph_capture = make_graph_capture(self.device, position, cuda_graph)
+        graph_capture = make_graph_capture(self.device, cuda_graph)
         self.layout: dict[str, Any] = {
             "method": self.method.name,
             "stages": [len(cut) for cut in cuts],
@@ -249,7 +249,9 @@ class Trainer:
         self.executor = Executor(built, self.schedule, mailbox or LocalMailbox(len(cuts), format))
         self.executor.activity = transport.activity
         if graph_capture is not None:
-            self.executor.capture = TickCapture(self.executor, graph_capture)
+            alone = position.ranks * position.replicas == 1
+            capture = TickCapture if alone else RankTickCapture
+            self.executor.capture = capture(self.executor, graph_capture)
         if clip == "global" and clip_norm is not None:
             exchange = transport if position.ranks > 1 else None
             self.executor.clipping = GlobalClipping(clip_norm, len(cuts), self.schedule.exact, exchange)

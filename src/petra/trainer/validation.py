@@ -229,18 +229,12 @@ def make_stage_corrections(
 
 
 def make_graph_capture(
-    device: torch.device, position: RankPosition, cuda_graph: bool | None = None
+    device: torch.device, cuda_graph: bool | None = None
 ) -> GraphCapture | None:
     """Return what captures ticks on a GPU; None where they are not captured."""
-    processes = position.ranks * position.replicas
-    if cuda_graph and processes > 1:
-        raise ValueError(
-            f"cuda_graph captures the ticks of one process, but there are {processes}: leave it out, or use one process"
-        )
     if cuda_graph and device.type != "cuda":
         raise ValueError(f"cuda_graph needs a GPU, but the device is {device}: leave it out, or use a GPU")
-    wanted = cuda_graph is not False and device.type == "cuda" and processes == 1
-    return CudaGraphCapture(device) if wanted else None
+    return CudaGraphCapture(device) if cuda_graph is not False and device.type == "cuda" else None
 
 
 def check_float32(network: nn.Module) -> None:

@@ -1,0 +1,205 @@
+"""Captured ticks of several ranks do what ordinary ones do, bit for bit; recorded operations stand in for graphs.
+
+Ranks are threads here. `tests/gpu` has processes with real graphs.
+"""
+
+import copy
+
+import pytest
+import torch
+from helpers.captures import assert_equal, assert_same_results, data, fused, tiny, warming
+from helpers.operation_capture import OperationCapture
+from helpers.trainers import make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petra.cudagraph import RankTickCapture
+from petra.distributed import run_together
+
+pytestmark = pytest.mark.slow
+
+TICKS = 26
+
+
+def pair(transport, network, capture=OperationCapture, **options):
+    """The trainer of a rank twice, the second with ticks that are captured."""
+    options = {"optimizer": fused, "scheduler": warming, "stages": 4, **options}
+    trainers = tuple(make(copy.deepcopy(network), transport=transport, **options) for _ in range(2))
+    trainers[1].executor.capture = RankTickCapture(trainers[1].executor, capture())
+    return trainers
+
+
+def state(trainer):
+    """The state of the stages of this rank."""
+    return [
+        trainer.stages[i].trained() + [g for g in trainer.stages[i].gradients() if g is not None]
+        for i in range(len(trainer.stages))
+    ]
+
+
+def train(transport, network=None, batches=None, weights=(), **options):
+    """Train both in turns, and compare them after every tick; return the captured ticks and the reason against it."""
+    plain, captured = pair(transport, tiny() if network is None else network, **options)
+    replica = transport.position.replica
+    for number, (x, y) in enumerate(batches or data(TICKS)):
+        share = slice(2 * replica, 2 * replica + 2) if transport.position.replicas > 1 else slice(None)
+        weight = weights[number] if number < len(weights) else 1.0
+        results = [trainer.step(x[share], y[share], weight) for trainer in (plain, captured)]
+        assert_same_results(list(zip(*results, strict=True)))
+        assert_equal(state(plain), state(captured))
+    for trainer in (plain, captured):
+        trainer.drain()
+    assert_equal(state(plain), state(captured))
+    assert_equal(plain.state_dict(), captured.state_dict())
+    return captured.executor.capture.captured_ticks, captured.executor.capture.ineligible_reason
+
+
+def together(ranks=2, replicas=1, fewest=8, **options):
+    found = run_together(lambda transport: train(transport, **options), ranks, replicas)
+    assert [reason for _, reason in found] == [None] * (ranks * replicas)
+    assert min(ticks for ticks, _ in found) >= fewest
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["lock-step", "low-staleness", "spare"])
+def test_petra(ranks, schedule):
+    together(ranks, schedule=schedule, fewest=TICKS - 18)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulation(accumulate):
+    together(accumulate=accumulate, batches=data(14 + 8 * accumulate))
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [
+        ("checkpointed", "low-staleness"),
+        ("delayed", "lock-step"),
+        ("petra-stashed", "low-staleness"),
+        ("features-replay", None),
+        ("reversible", None),
+        ("backprop", None),
+    ],
+)
+def test_methods(method, schedule):
+    together(method=method, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_flushed_pipelines(schedule):
+    together(schedule=schedule, accumulate=2, batches=data(24))
+
+
+def test_interleaved_stages():
+    together(placement=[0, 1, 0, 1], schedule="low-staleness")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_replicas(accumulate):
+    together(1, 2, accumulate=accumulate, batches=data(24 + 8 * accumulate))
+    together(2, 2, accumulate=accumulate, batches=data(24 + 8 * accumulate))
+
+
+def test_replicas_of_which_one_cannot_capture_a_tick():
+    """Shares of different sizes: both make the same collective calls, captured or not."""
+    weights = [1.0] * 14 + [1.5] + [1.0] * 20
+
+    def one(transport):
+        return train(transport, weights=weights if transport.position.replica == 0 else (), batches=data(36))
+
+    assert min(ticks for ticks, _ in run_together(one, 2, 2)) > 5
+
+
+@pytest.mark.parametrize("corrections", [["predict"], ["predict", "inertia:4"], ["shrink:0.8"]], ids=str)
+def test_corrections(corrections):
+    together(corrections=corrections)
+
+
+def test_messages_in_bf16():
+    together(comm_dtype=torch.bfloat16)
+
+
+def test_images_in_channels_last():
+    together(network=tiny().to(memory_format=torch.channels_last))
+
+
+def test_batches_of_other_sizes_are_not_captured():
+    batches = data(12) + data(3, size=3) + data(20)
+    together(batches=batches, fewest=5)
+
+
+def test_around_evaluations_states_and_drains():
+    def work(transport):
+        plain, captured = pair(transport, tiny())
+        for trainer in (plain, captured):
+            for number, (x, y) in enumerate(data(40)):
+                trainer.step(x, y)
+                if number == 14:
+                    trainer.evaluate(data(2))
+                if number == 18:
+                    saved = trainer.state_dict()
+                if number == 24:
+                    trainer.load_state_dict(saved)
+                if number == 26:
+                    trainer.drain()
+                if number == 36:
+                    for stage in trainer.stages:
+                        stage.optimizer.param_groups[0]["lr"] = 0.001
+        assert_equal(state(plain), state(captured))
+        assert_equal(plain.state_dict(), captured.state_dict())
+        return captured.executor.capture.captured_ticks
+
+    assert min(run_together(work, 2)) > 10
+
+
+class FailsAt(OperationCapture):
+    """A capture of which one call fails half-way."""
+
+    call, calls = 0, 0
+
+    def capture(self, work):
+        self.calls += 1
+        if self.calls == self.call:
+
+            def half():
+                work()
+                raise RuntimeError("this graph could not be captured")
+
+            return super().capture(half)
+        return super().capture(work)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_part_that_cannot_be_captured(call):
+    """The tick continues without graphs, and no message is lost or sent twice."""
+    fails = type("Fails", (FailsAt,), {"call": call})
+
+    def work(transport):
+        capture = fails if transport.position.rank == 0 else OperationCapture
+        return train(transport, capture=capture, stages=4, placement=[0, 1, 0, 1])
+
+    (ticks, reason), (others, fine) = run_together(work, 2)
+    assert (ticks, fine) == (0, None)
+    assert "this graph could not be captured" in reason
+    assert others > 8
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    placement=st.sampled_from([[0, 0, 1, 1], [0, 1, 1, 0], [1, 0, 1, 0], [0, 1, 2, 0], [2, 1, 0, 1]]),
+    schedule=st.sampled_from(["lock-step", "low-staleness", "spare", (7, 4, 2, 0)]),
+    accumulate=st.integers(1, 2),
+    method=st.sampled_from(["petra", "checkpointed"]),
+)
+def test_any_placement(placement, schedule, accumulate, method):
+    together(
+        max(placement) + 1,
+        placement=placement,
+        schedule=schedule,
+        accumulate=accumulate,
+        method=method,
+        batches=data(20 + 6 * accumulate),
+        fewest=2,
+    )
