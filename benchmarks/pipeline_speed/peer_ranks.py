@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from flops import count_flops
 from peak_memory import PeakMemory, bytes_in_use
 from pipelines import Data, PetraPipeline
 from torch import Tensor, nn
@@ -39,13 +40,6 @@ NAMES = [*PETRA, *chain.from_iterable((f"torch {name}", f"torch {name} checkpoin
 """All pipelines. Those of torch, and backprop, train the plain twin of the reversible network."""
 
 VOCABULARY = 256
-WINDOW = 16
-"""Micro-batches in a window, at least."""
-
-
-def arithmetic(name: str) -> int:
-    """Return the work per micro-batch, as a multiple of a forward."""
-    return 4 if name.endswith("checkpointed") or not is_plain(name) else 3
 
 
 def is_plain(name: str) -> bool:
@@ -138,9 +132,15 @@ class Configuration:
             error = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
             assert error < 1e-3, f"{self.name}: a gradient of shape {tuple(p.shape)} differs from backprop by {error}"
 
-    def time_window(self, size: int) -> None:
+    def flops_per_microbatch(self, size: int) -> float:
+        """Count the operations of this rank in one update."""
+        found = count_flops(lambda: self.pipeline.run(size)) / size
+        self.pipeline.settle()
+        return found
+
+    def time_window(self, size: int, window: int) -> None:
         """Measure the seconds per micro-batch of this rank, and those in which it computes."""
-        ticks = size if self.sequential else size * max(1, WINDOW // size)
+        ticks = size if self.sequential else size * max(1, window // size)
         pipeline = self.pipeline
         dist.barrier()
         pipeline.run(pipeline.lead)
@@ -159,6 +159,13 @@ def reference_gradients(case: dict[str, Any], ranks: int, plain: bool, data: Dat
     return [p.grad for p in network.parameters() if p.grad is not None]
 
 
+def forward_flops(case: dict[str, Any], ranks: int, data: Data) -> int:
+    """Count the operations of one forward of the plain network, with its loss."""
+    network = create(case, ranks, plain=True)
+    with torch.no_grad():
+        return count_flops(lambda: loss(network(data[0][0]), data[0][1]))
+
+
 def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure all configurations. Rank 0 writes what is known after each step into `options.progress`."""
     timeout = timedelta(seconds=options.timeout)
@@ -166,6 +173,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
     group = dist.new_group(timeout=timeout)
     began = time.monotonic()
     runs: list[dict[str, Any]] = []
+    work: dict[tuple[str, str], float] = {}
 
     def store(current: list[Any] | None) -> None:
         if rank == 0:
@@ -195,7 +203,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
                 break
             what = f"{case_name}, {size} micro-batches: {name}"
             progress(what)
-            run = {"case": case_name, "microbatches": size, "name": name, "arithmetic": arithmetic(name)}
+            run = {"case": case_name, "microbatches": size, "name": name}
             store([case_name, size, name])
             runs.append(run)
             try:
@@ -211,6 +219,10 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
             first = losses.setdefault(is_plain(name), all_losses)
             assert torch.allclose(torch.tensor(first), torch.tensor(all_losses), rtol=1e-4), f"losses of {name} differ"
             run["activation_bytes"] = shared(activations)
+            if (case_name, name) not in work:  # the same for all numbers of micro-batches
+                flops = sum(shared(found.flops_per_microbatch(size)))
+                work[case_name, name] = flops / forward_flops(case, options.ranks, data)
+            run["work"] = work[case_name, name]
             live.append((found, run))
         for turn in range(options.rounds):
             for found, run in live:
@@ -220,7 +232,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
                     continue
                 say(f"{case_name}, {size} micro-batches: {found.name}, round {turn}")
                 store([case_name, size, found.name])
-                found.time_window(size)
+                found.time_window(size, options.window)
                 seen = shared((found.seconds, found.own))
                 run["seconds"] = [max(times) for times in zip(*(s for s, _ in seen), strict=True)]
                 run["own"] = [own for _, own in seen]

@@ -34,7 +34,7 @@ def per_second(run: Run) -> float:
 
 def work_per_second(run: Run) -> float:
     """Return the forwards per second that the same arithmetic would make."""
-    return per_second(run) * float(run["arithmetic"])
+    return per_second(run) * float(run["work"])
 
 
 def memory(run: Run) -> float:
@@ -72,7 +72,7 @@ def _row(run: Run, found: dict[str, Run]) -> list[str]:
         f"{min(values):.2f}..{max(values):.2f}",
         times(per_second, "torch zbv"),
         times(per_second, "torch 1f1b"),
-        f"{run['arithmetic']}",
+        f"{run['work']:.2f}",
         f"{work_per_second(run):.1f}",
         times(work_per_second, "torch zbv"),
         times(work_per_second, "torch 1f1b"),

@@ -100,7 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 32, 16, 4], help="per update")
     parser.add_argument("--schedules", nargs="+", choices=NAMES, default=DEFAULT, metavar="NAME", help=str(NAMES))
-    parser.add_argument("--rounds", type=int, default=2, help="windows of each configuration, of 16 or M micro-batches")
+    parser.add_argument("--rounds", type=int, default=2, help="windows of each configuration")
+    parser.add_argument("--window", type=int, default=16, help="micro-batches in a window, at least")
     parser.add_argument("--width", type=int, help="of the networks (default: 256 and 32)")
     parser.add_argument("--batch-size", type=int, help="of a micro-batch (default: 1 text and 4 images)")
     parser.add_argument("--blocks", type=int, help="blocks of each rank, an even number (default: 2)")
@@ -120,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
         if case["blocks"] % 2:
             parser.error(f"--blocks is {case['blocks']}: give an even number, for two stages per rank")
     if options.smoke:
-        options.ranks, options.microbatches, options.rounds, options.check = 2, [4], 1, True
+        options.ranks, options.microbatches, options.rounds, options.window, options.check = 2, [4], 1, 4, True
     asked = {name: value for name, value in vars(options).items() if name != "out"}
 
     def store(result: dict[str, Any]) -> None:
