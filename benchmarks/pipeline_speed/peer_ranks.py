@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,20 +166,21 @@ def forward_flops(case: dict[str, Any], ranks: int, data: Data) -> int:
 
 
 def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all configurations. Rank 0 writes what is known after each step into `options.progress`."""
+    """Measure all configurations. Rank 0 writes what is known after each step into `options.path`."""
     timeout = timedelta(seconds=options.timeout)
     transport = ProcessTransport(timeout=timeout)
     group = dist.new_group(timeout=timeout)
     began = time.monotonic()
+    before = json.loads(options.path.read_text())
     runs: list[dict[str, Any]] = []
     work: dict[tuple[str, str], float] = {}
 
     def store(current: list[Any] | None) -> None:
         if rank == 0:
-            result = {"current": current, "runs": runs, "environment": environment()}
-            text = Path(options.progress).with_suffix(".new")
-            text.write_text(json.dumps(result))
-            text.replace(options.progress)
+            result = {**before, "current": current, "environment": environment(), "runs": before["runs"] + runs}
+            written = options.path.with_suffix(".new")
+            written.write_text(json.dumps(result, indent=2) + "\n")
+            written.replace(options.path)
 
     def shared(value: Any) -> list[Any]:
         found: list[Any] = [None] * options.ranks

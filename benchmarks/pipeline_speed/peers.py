@@ -27,6 +27,8 @@ from peer_ranks import NAMES, measure
 from peer_report import draw, report
 from ranks import launch
 
+from petra.measure import environment
+
 CASES: dict[str, dict[str, Any]] = {
     "transformer": {"model": "gpt", "width": 256, "seq_len": 128, "batch_size": 1, "blocks": 2},
     "revnet": {"model": "revnet", "width": 32, "batch_size": 4, "blocks": 2},
@@ -55,41 +57,45 @@ def groups(options: argparse.Namespace, failed: dict[tuple[Any, ...], str], done
     return found
 
 
-def run_all(options: argparse.Namespace, store: Any) -> dict[str, Any]:
-    """Measure everything. After a failure, begin again with the group in which it happened, without the culprit."""
+def run_all(options: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
+    """Measure everything. After a failure, begin again with the group in which it happened, without the culprit.
+
+    Rank 0 writes all results so far into the file `path` after every configuration.
+    """
     deadline = time.monotonic() + options.limit
     failed: dict[tuple[Any, ...], str] = {}
     done: list[dict] = []
-    environment: dict[str, Any] = {}
-    while (left := groups(options, failed, done)) and (seconds := deadline - time.monotonic()) > 20:
-        with tempfile.TemporaryDirectory() as folder:
-            progress = Path(folder, "progress.json")
-            asked = {**vars(options), "groups": left, "progress": str(progress), "limit": seconds}
-            # Ranks begin nothing new when time is nearly over; the parent stops them if they hang.
-            asked |= {"seconds": seconds - 15, "store": None}
-            error = None
-            try:
-                launch(argparse.Namespace(**asked), measure)
-            except SystemExit as stopped:
-                error = str(stopped)
-            said = json.loads(progress.read_text()) if progress.exists() else {"current": None, "runs": []}
-        environment = said.get("environment", environment)
-        current = said["current"]
-        done += [run for run in said["runs"] if error is None or [run["case"], run["microbatches"]] != current[:2]]
-        store({"environment": environment, "runs": done})
+    asked = {name: value for name, value in vars(options).items() if name != "out"}
+    while (left := groups(options, failed, done)) and (seconds := deadline - time.monotonic()) > options.limit / 20:
+        errors = [
+            {"case": case, "microbatches": size, "name": name, "error": error}
+            for (case, size, name), error in failed.items()
+        ]
+        path.write_text(json.dumps({**asked, "environment": environment(), "current": None, "runs": done + errors}))
+        # Ranks begin nothing new when time is nearly over; the parent stops them if they hang.
+        chosen = {**asked, "groups": left, "path": path, "limit": seconds, "seconds": 0.95 * seconds - 10}
+        error = None
+        try:
+            launch(argparse.Namespace(**chosen), measure)
+        except SystemExit as stopped:
+            error = str(stopped)
+        said = json.loads(path.read_text())
         if error is None:
-            break
+            return list(said["runs"])
         print(error, flush=True)
+        current = said["current"]
         if current is None or options.check:
             raise SystemExit(1)
-        failed[tuple(current)] = error.splitlines()[-1]
-    done += [
-        {"case": case, "microbatches": size, "name": name, "error": error}
-        for (case, size, name), error in failed.items()
-    ]
-    result = {"environment": environment, "runs": done}
-    store(result)
-    return result
+        done = [run for run in said["runs"] if "error" in run or [run["case"], run["microbatches"]] != current[:2]]
+        done = [run for run in done if (run["case"], run["microbatches"], run["name"]) not in failed]
+        failed[tuple(current)] = _reason(error)
+    return list(json.loads(path.read_text())["runs"])
+
+
+def _reason(error: str) -> str:
+    """Return the last line of a traceback, which is followed by what the ranks did; or the first line."""
+    lines = error.split("\n\n")[0].splitlines()
+    return lines[-1] if "Traceback" in error else lines[0]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -122,19 +128,15 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--blocks is {case['blocks']}: give an even number, for two stages per rank")
     if options.smoke:
         options.ranks, options.microbatches, options.rounds, options.window, options.check = 2, [4], 1, 4, True
-    asked = {name: value for name, value in vars(options).items() if name != "out"}
-
-    def store(result: dict[str, Any]) -> None:
-        if options.smoke or not result["runs"]:
-            return
-        where = result["environment"]
-        options.out.mkdir(exist_ok=True, parents=True)
-        name = f"{where['machine']}-{where['cores']}-cores-peers-{options.ranks}-ranks"
-        (options.out / f"{name}.json").write_text(json.dumps({**asked, **result}, indent=2) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) if options.smoke else options.out
+        out.mkdir(exist_ok=True, parents=True)
+        where = environment()
+        path = out / f"{where['machine']}-{where['cores']}-cores-peers-{options.ranks}-ranks.json"
+        runs = run_all(options, path)
+        print(report(runs))
         if find_spec("matplotlib") is not None:
-            draw(result["runs"], options.out / f"{name}.png")
-
-    print(report(run_all(options, store)["runs"]))
+            draw(runs, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
