@@ -78,13 +78,14 @@ class PetraPipeline:
         transport: Transport,
         method: str,
         schedule: str | None,
+        loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
     ) -> None:
         self._transport = transport
         self._data = data
         spare = [3 * above for above in reversed(range(len(cut[0])))]
         self._trainer = petra.Trainer(
             network,
-            loss=cross_entropy,
+            loss=loss,
             optimizer=sgd,
             method=method,
             stages=cut[0],
@@ -93,11 +94,14 @@ class PetraPipeline:
             schedule=spare if schedule == "spare" else schedule,
             transport=transport,
         )
+        self.optimizers = [stage.optimizer for stage in self._trainer.stages]
         self.busy = Busy()
         for stage in self._trainer.stages:
             self.busy.watch(stage, "forward", "compute_loss", "backward", "update", "train_synthesizer")
-        self.fill = self._trainer.schedule.staleness(0) + len(data)
-        self.lead = 1 if self._trainer.schedule.staleness(0) else 0
+        used = self._trainer.schedule
+        staleness = 0 if used.exact else used.staleness(0)
+        self.fill = staleness + len(data)
+        self.lead = 1 if staleness else 0
 
     def run(self, count: int) -> list[float]:
         losses = []

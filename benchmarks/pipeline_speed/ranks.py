@@ -31,6 +31,9 @@ FLUSHING = ("torch 1f1b", "1f1b")
 SEQUENTIAL = ("reversible", "backprop")
 """Pipelines without overlap."""
 
+Measure = Callable[[Namespace, int, Callable[[str], None]], dict[str, Any]]
+"""The work of a rank: takes the options, the rank, and a function that is given what the rank does now."""
+
 COUNTED = ("user", "system", "page_faults", "switches")
 """Operating system counters of a process, all threads together; switches are the involuntary ones."""
 
@@ -114,7 +117,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
     }
 
 
-def work(rank: int, options: Namespace, folder: str) -> None:
+def work(rank: int, options: Namespace, measure: Measure, folder: str) -> None:
     """Run one rank, which writes its result, or its activity and its error, into `folder`."""
     torch.set_num_threads(options.threads)
     if options.no_onednn:
@@ -136,12 +139,12 @@ def work(rank: int, options: Namespace, folder: str) -> None:
         raise
 
 
-def launch(options: Namespace) -> list[dict[str, Any]]:
+def launch(options: Namespace, measure: Measure = measure) -> list[dict[str, Any]]:
     """Return the results of all ranks, or exit with the rank that failed first; takes at most `options.limit`."""
     multiprocessing.set_forkserver_preload(["torch", "petra"])  # imported once, not once per rank
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(
-            work, (options, folder), options.ranks, join=False, start_method="forkserver"
+            work, (options, measure, folder), options.ranks, join=False, start_method="forkserver"
         )
         deadline = time.monotonic() + options.limit
         try:

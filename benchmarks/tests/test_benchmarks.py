@@ -1,11 +1,13 @@
 """Benchmarks: smoke runs store nothing, mistakes in options are reported, and the theory agrees with the engine."""
 
+import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.scripts import import_scripts
+from helpers.scripts import ROOT, import_scripts
 from torch import nn
 
 from petra import Trainer
@@ -98,3 +100,58 @@ def test_a_network_of_ones_own_learns_with_petra_at_the_default_settings():
     (module,) = import_scripts("benchmarks/guidance", "run")
     found = module.train("defaults, PETRA", seed=1, epochs=8)
     assert found["accuracy"][-1] > 0.85  # 95 % on average; at a constant learning rate of 0.1 it is 30 %
+
+
+@pytest.mark.slow
+def test_schedules_of_torch_have_the_gradients_of_backprop_in_a_smoke_run_that_stores_nothing(tmp_path):
+    names = ["petra low-staleness", "reversible 1f1b", "torch zbv", "torch dualpipev checkpointed"]
+    script = ROOT / "benchmarks/pipeline_speed/peers.py"
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, script, "--smoke", "--cases", "transformer", "--schedules", *names, "--out", out],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith(tuple(names))]
+    assert len(rows) == len(names)
+    assert not out.exists()
+
+
+def test_the_peak_of_memory_is_that_of_the_allocator():
+    (module,) = import_scripts("benchmarks/pipeline_speed", "peak_memory")
+    before = module.bytes_in_use()
+    with module.PeakMemory() as peak:
+        block = torch.ones(2**24)
+        block.sqrt()
+        del block
+    assert 2**26 <= peak.bytes - before < 2**28
+    assert module.bytes_in_use() - before < 2**25
+
+
+def test_a_peer_that_fails_is_reported_and_the_others_are_measured(monkeypatch, tmp_path):
+    (module,) = import_scripts("benchmarks/pipeline_speed", "peers")
+    measured = []
+
+    def launch(options, measure):
+        ((case, size, names),) = options.groups
+        measured.append(names)
+        said = json.loads(options.path.read_text())
+        said["runs"] += [{"case": case, "microbatches": size, "name": name} for name in names]
+        said["current"] = [case, size, "torch zbv"] if "torch zbv" in names else None
+        options.path.write_text(json.dumps(said))
+        if said["current"]:
+            raise SystemExit("rank 1 failed first:\nTraceback\nValueError: it broke\n\nrank 0: done")
+
+    shown = []
+    monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(module, "report", lambda runs: shown.extend(runs))
+    names = ["torch gpipe", "torch zbv"]
+    module.main(["--cases", "revnet", "--microbatches", "4", "--schedules", *names, "--out", str(tmp_path)])
+    assert measured == [names, ["torch gpipe"]]
+    assert {run["name"]: run.get("error") for run in shown} == {
+        "torch gpipe": None,
+        "torch zbv": "ValueError: it broke",
+    }

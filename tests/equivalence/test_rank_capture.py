@@ -62,7 +62,7 @@ def together(ranks=2, replicas=1, fewest=8, **options):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("schedule", ["lock-step", "low-staleness", "spare"])
+@pytest.mark.parametrize("schedule", ["lock-step", "low-staleness", (9, 6, 3, 0)], ids=str)
 def test_petra(ranks, schedule):
     together(ranks, schedule=schedule, fewest=TICKS - 18)
 
@@ -139,7 +139,7 @@ def test_around_evaluations_states_and_drains():
                 if number == 14:
                     trainer.evaluate(data(2))
                 if number == 18:
-                    saved = trainer.state_dict()
+                    saved = copy.deepcopy(trainer.state_dict())
                 if number == 24:
                     trainer.load_state_dict(saved)
                 if number == 26:
@@ -186,10 +186,10 @@ def test_a_part_that_cannot_be_captured(call):
     assert others > 8
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
-    placement=st.sampled_from([[0, 0, 1, 1], [0, 1, 1, 0], [1, 0, 1, 0], [0, 1, 2, 0], [2, 1, 0, 1]]),
-    schedule=st.sampled_from(["lock-step", "low-staleness", "spare", (7, 4, 2, 0)]),
+    placement=st.sampled_from([[0, 0, 1, 1], [0, 1, 1, 1], [1, 0, 0, 1], [0, 1, 0, 2], [2, 1, 0, 2]]),
+    schedule=st.sampled_from(["lock-step", "low-staleness", (7, 4, 2, 0)]),
     accumulate=st.integers(1, 2),
     method=st.sampled_from(["petra", "checkpointed"]),
 )

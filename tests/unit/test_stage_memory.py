@@ -216,6 +216,29 @@ def test_gradients_never_share_memory_with_messages():
         torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_an_update_are_summed_in_place_but_not_into_a_gradient_that_was_loaded():
+    """Only a sum that the stage has computed itself is certain to be referred to by nothing else."""
+    network = Network(nn.Linear(4, 4), nn.Linear(4, 4))
+    twin = copy.deepcopy(network)
+    trainer = make(network, method="backprop", stages=1, accumulate=8, optimizer=lambda p: torch.optim.SGD(p, 1.0))
+    data = [(torch.randn(3, 4), torch.randint(4, (3,))) for _ in range(5)]
+    weight = network[0].weight
+    own = []
+    for x, y in data[:3]:
+        trainer.step(x, y)
+        own.append(weight.grad)
+    assert own[0] is not own[1]
+    assert own[1] is own[2]
+    loaded = weight.grad = own[2].clone()
+    before = loaded.clone()
+    for x, y in data[3:]:
+        trainer.step(x, y)
+    assert torch.equal(loaded, before)
+    for x, y in data:
+        cross_entropy(twin(x), y).backward()
+    torch.testing.assert_close(weight.grad, twin[0].weight.grad)
+
+
 def test_a_companion_in_an_input_and_a_message_is_counted_once():
     """The input of a stage and the message from the next stage share its memory."""
 

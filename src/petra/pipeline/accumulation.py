@@ -11,12 +11,13 @@ from petra.reversible.gradients import ParameterGradients
 from petra.reversible.streams import Gradients, laid_out_like, storage_id
 
 
-def accumulate(found: ParameterGradients, messages: Gradients) -> None:
+def accumulate(found: ParameterGradients, messages: Gradients, sums: dict[Tensor, Tensor]) -> None:
     """Add gradients to those that the parameters have.
 
     Args:
         found: The gradients of one micro-batch.
         messages: Gradients that are sent to other stages, whose memory no parameter may share.
+        sums: The sums that this function has computed since the last update, by parameter.
     """
     # A gradient may be the same tensor as a message or as the gradient of another parameter (a bias that is
     # added to a stream, for example). Optimizers and clipping modify gradients, so each parameter gets its own.
@@ -25,7 +26,12 @@ def accumulate(found: ParameterGradients, messages: Gradients) -> None:
         if not gradient.is_sparse:
             gradient = laid_out_like(gradient, parameter)
         if parameter.grad is not None:
+            if sums.get(parameter) is parameter.grad:  # nothing else refers to it
+                parameter.grad.add_(gradient)
+                continue
             gradient = parameter.grad + gradient
+            if gradient.device.type == "cpu" and not gradient.is_sparse:  # where memory for a new sum costs time
+                sums[parameter] = gradient
         elif not gradient.is_sparse and storage_id(gradient) in taken:
             gradient = gradient.clone()
         if not gradient.is_sparse:

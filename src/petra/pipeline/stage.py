@@ -92,6 +92,7 @@ class Stage:
         self.capturing = False
         """True if the work is being captured: the host may neither read device values nor change its own state."""
         self._output_gradients: dict[int, BackwardMessage] = {}  # of the loss, or predicted
+        self._sums: dict[Tensor, Tensor] = {}  # gradients that only this stage refers to
         self._loss_checked = False
         predicted = index > 0 and method.synthesizer(layers) is not None  # so stages below do not wait for a loss
         self._if_lost = "stages below were updated with predicted gradients" if predicted else "no weights were updated"
@@ -193,9 +194,10 @@ class Stage:
         with self.layers.using(weights):
             inputs, gradients, parameters = self.method.backward(self.layers, microbatch, saved, message)
         if self.accumulated == 0:
+            self._sums.clear()
             for parameter in self.parameters:
                 parameter.grad = None
-        accumulate(parameters, (*message.gradients, *gradients))
+        accumulate(parameters, (*message.gradients, *gradients), self._sums)
         self.accumulated += 1
         return BackwardMessage(inputs if self.sends_streams else None, gradients)
 

@@ -228,9 +228,7 @@ def make_stage_corrections(
     ), peak_lrs
 
 
-def make_graph_capture(
-    device: torch.device, cuda_graph: bool | None = None
-) -> GraphCapture | None:
+def make_graph_capture(device: torch.device, cuda_graph: bool | None = None) -> GraphCapture | None:
     """Return what captures ticks on a GPU; None where they are not captured."""
     if cuda_graph and device.type != "cuda":
         raise ValueError(f"cuda_graph needs a GPU, but the device is {device}: leave it out, or use a GPU")
