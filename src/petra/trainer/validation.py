@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from petra.conversion import ModuleNetwork
 from petra.corrections import Correction, PeakLearningRates, StageCorrections, choose
 from petra.cudagraph import CudaGraphCapture, GraphCapture
-from petra.distributed import RankPosition
 from petra.methods import Method
 from petra.methods.petra import Petra
 from petra.optim import CombinedOptimizer, optimizers_of
