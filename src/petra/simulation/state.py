@@ -59,9 +59,9 @@ class State:
         self._arrival = {"F": np.zeros(waiting), "B": np.zeros(waiting)}  # by stage and micro-batch
         reduction = np.array([cluster.averaging_seconds(c.gradient_bytes, replicas) for c in costs])[:, None]
         seconds = _seconds(cycle, costs)
-        overheads = {"F": links["F"].overhead, cycle.gradient_kind: links["B"].overhead}
-        for kind, overhead in overheads.items():
-            seconds[kind] = seconds[kind] + overhead
+        for kind, uses in (("F", "F"), ("B", cycle.gradient_kind)):
+            seconds[kind] = seconds[kind] + links[kind].sending
+            seconds[uses] = seconds[uses] + links[kind].receiving
         self._steps = [
             _PreparedStep.of(step, cycle, links.get(step.kind), seconds[step.kind], speed, reduction)
             for step in cycle.steps
@@ -202,8 +202,10 @@ class _Links:
     occupied: Array
     """Seconds that a message occupies its link."""
     latency: Array
-    overhead: Array
-    """Seconds for which messages of this direction occupy the worker of a stage, as sender and as receiver."""
+    sending: Array
+    """Seconds for which sending a message occupies the worker of a stage."""
+    receiving: Array
+    """Seconds for which receiving one of this direction occupies it."""
 
     @classmethod
     def of(
@@ -216,7 +218,7 @@ class _Links:
     ) -> _Links:
         placement, stages = cycle.placement, cycle.stages
         number, occupied, latency = [], [], []
-        overhead = [0.0] * stages
+        sending, receiving = [0.0] * stages, [0.0] * stages
         for stage in range(stages):
             to = stage + direction
             local = not 0 <= to < stages or placement[to] == placement[stage]
@@ -226,9 +228,8 @@ class _Links:
             occupied.append(0.0 if local else sizes[stage] / speed.bandwidth)
             latency.append(speed.latency)
             if not local:
-                overhead[stage] += cluster.overhead
-                overhead[to] += cluster.overhead
-        columns = (np.array(values)[:, None] for values in (occupied, latency, overhead))
+                sending[stage] = receiving[to] = cluster.overhead
+        columns = (np.array(values)[:, None] for values in (occupied, latency, sending, receiving))
         return cls(np.array(number), *columns)
 
 
