@@ -66,7 +66,7 @@ def blocks(ranks, scale):
 
 def transformer(ranks, scale):
     """Two blocks of a reversible GPT per rank."""
-    width, batch, length = int(256 * scale), 4, int(128 * scale)
+    width, batch, length = int(256 * scale), 2, int(128 * scale)
     network = petra.models.create("rev-gpt", depth=2 * ranks, width=width, heads=4, seq_len=length)
     tokens = torch.randint(256, (batch, length + 1))
     return network, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

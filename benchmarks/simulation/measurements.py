@@ -146,7 +146,7 @@ def stage_costs(configuration, transport, seconds, scale):
     alone = None
     if rank == configuration.ranks // 2:
         stage.run(seconds / 2)
-        alone = _sum(stage.seconds) / _sum(busy)
+        alone = min(1.0, _sum(stage.seconds) / _sum(busy))
     dist.barrier()
     spread = [
         (statistics.mean(taken), statistics.pstdev(taken)) for taken in (busy["forward"], busy["backward"]) if taken
@@ -177,7 +177,7 @@ def pipeline_seconds(configuration, transport, updates, scale):
         transport=transport,
     )
     k = configuration.accumulate
-    filled = k * -(-(3 * trainer.schedule.staleness(0) + 2) // k)
+    filled = k if trainer.schedule.exact else k * -(-(2 * trainer.schedule.staleness(0) + 2) // k)
 
     def run(count):
         for _ in range(count):
@@ -198,5 +198,3 @@ def pipeline_seconds(configuration, transport, updates, scale):
     gathered = transport.gather(own)
     found = [statistics.median(row[i] for row in gathered) for i in range(windows)]
     return statistics.median(found), found
-
-

@@ -66,13 +66,10 @@ def measure(rank, options, configurations, say):
     transport = DelayedTransport(timeout=timeout)
     say("messages")
     speed = link(transport, options.messages)
-    known, rows = {}, []
+    rows = []
     for configuration in configurations:
-        key = configuration.network, configuration.method
-        if key not in known:
-            say(f"costs of {key}")
-            known[key] = stage_costs(configuration, transport, options.cost_seconds, options.scale)
-        costs, alone = known[key]
+        say(f"costs of {configuration}")
+        costs, alone = stage_costs(configuration, transport, options.cost_seconds, options.scale)
         found, factor = predict(configuration, costs, alone, speed)
         # The same number on every rank.
         predicted = transport.gather(found.seconds_per_update)[0]
@@ -184,8 +181,8 @@ def main(arguments=None):
         help="default: those of the table in README.md",
     )
     parser.add_argument("--ranks", type=int, nargs="+", help="only the configurations with these numbers of ranks")
-    parser.add_argument("--seconds", type=float, default=4.0, help="seconds to time each pipeline, at least 3 updates")
-    parser.add_argument("--cost-seconds", type=float, default=1.5, help="seconds to measure the costs of stages")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds to time each pipeline, at least 3 updates")
+    parser.add_argument("--cost-seconds", type=float, default=1.0, help="seconds to measure the costs of stages")
     parser.add_argument("--messages", type=int, default=40, help="round trips to measure the link")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of widths, batch sizes and lengths")
     parser.add_argument("--smoke", action="store_true", help="tiny, on two ranks; stores nothing")

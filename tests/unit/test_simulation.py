@@ -159,9 +159,7 @@ def test_ticks_equal_those_of_the_planner(stages, accumulate, times, latency):
     own = [StageCosts(forward=times[2 * s], backward=1 + times[2 * s + 1]) for s in range(stages)]
     found = simulate(Cycle.of(schedule), own, Cluster(LinkSpeed(latency)))
     messages = [latency] * (stages - 1)
-    expected = tick_seconds(
-        schedule, range(stages), [Seconds(c.forward, c.backward) for c in own], messages, messages
-    )
+    expected = tick_seconds(schedule, range(stages), [Seconds(c.forward, c.backward) for c in own], messages, messages)
     assert found.seconds_per_update / accumulate == pytest.approx(expected, rel=0.02)
 
 
