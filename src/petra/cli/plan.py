@@ -13,7 +13,8 @@ from typing import Any
 from petra.cli.device import cores, reject_processes
 from petra.cli.options import ExecutionOptions, NetworkOptions, add_options
 from petra.cli.plan_benchmark import basic_method, spawn_ranks
-from petra.cli.plan_config import InputOptions, PlanConfig
+from petra.cli.plan_config import InputOptions, PlanConfig, listed
+from petra.cli.plan_simulation import SimulationOptions, reject_without_simulate, run_simulation
 from petra.formatting import mebibytes, render
 from petra.measure import Plan, environment
 from petra.runs.option_fields import check_values, like, option, options_of, spell
@@ -55,22 +56,31 @@ def add_to(commands: Any) -> None:
         "plan",
         description="Times every layer on all ranks at once, chooses the cut whose busiest rank has the least work, "
         "predicts tick, speed-up and memory, and compares the prediction with a short run on random data. "
-        "Ranks are processes on this machine, on CPU cores. Corrections of staleness are not included.",
+        "Ranks are processes on this machine, on CPU cores. Corrections of staleness are not included. With --simulate, "
+        "it simulates a pipeline on any number of workers instead, from the costs of layers and the speed of links.",
         epilog="Example: petra plan --model revnet18 --ranks 4 --batch-size 64 --memory-limit 500",
     )
     add_options(parser, PlanOptions, ["model"])
     add_options(parser, NetworkOptions)
     add_options(parser, PlanOptions, options_of(PlanOptions).keys() - {"model"})
+    add_options(parser, SimulationOptions)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Plan on real processes, and print the result."""
     check_values(PlanOptions, vars(options))
+    check_values(SimulationOptions, vars(options))
+    reject_without_simulate(options)
     reject_processes("a plan starts its ranks itself")
     config = PlanConfig.from_options(options)
     if options.json is not None:
         check_not_folder("--json", options.json)
+    if options.simulate:
+        if options.timeline is not None:
+            check_not_folder("--timeline", options.timeline)
+        run_simulation(config, options)
+        return
     if config.ranks > cores():
         print(
             f"petra plan: {config.ranks} ranks share {cores()} cores and wait for them: "
@@ -97,7 +107,7 @@ def report(config: PlanConfig, plan: Plan, measured: dict[str, Any] | None) -> s
         rows.append(
             [
                 rank,
-                _listed(layers),
+                listed(layers),
                 _ms(plan.seconds[rank]),
                 _ms(measured["own"][rank]) if measured else "",
                 mebibytes(plan.memory[rank]),
@@ -142,13 +152,6 @@ def report(config: PlanConfig, plan: Plan, measured: dict[str, Any] | None) -> s
             f"--stages {stages if len(plan.stages) > 1 else 1}{placement}",
         ]
     )
-
-
-def _listed(layers: list[int]) -> str:
-    """`0-2, 5` for 0, 1, 2 and 5."""
-    starts = [i for i in layers if i - 1 not in layers]
-    ends = [i for i in layers if i + 1 not in layers]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _ms(seconds: float) -> str:

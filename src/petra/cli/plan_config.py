@@ -142,3 +142,10 @@ class PlanConfig:
     def make_schedule(self, stages: int) -> PipelineSchedule:
         """Return the schedule for a number of stages."""
         return choose_schedule(methods.find(self.method), stages, self.accumulate, self.schedule)
+
+
+def listed(layers: list[int]) -> str:
+    """Return `0-2, 5` for 0, 1, 2 and 5."""
+    starts = [i for i in layers if i - 1 not in layers]
+    ends = [i for i in layers if i + 1 not in layers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
