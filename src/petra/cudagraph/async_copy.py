@@ -17,11 +17,13 @@ class AsyncCopy:
     """
 
     def __init__(self, value: Tensor) -> None:
-        self._value, self._arrival = value, None
+        self._value = value
+        self._arrival: torch.cuda.Event | None = None
         if value.is_cuda:
             self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._value.copy_(value, non_blocking=True)
-            self._arrival = torch.cuda.current_stream(value.device).record_event()
+            self._arrival = torch.cuda.Event(blocking=True)  # waiting takes no processor time
+            self._arrival.record(torch.cuda.current_stream(value.device))
 
     def get(self) -> Tensor:
         """Return the tensor in host memory."""
