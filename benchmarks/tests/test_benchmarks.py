@@ -155,3 +155,13 @@ def test_a_peer_that_fails_is_reported_and_the_others_are_measured(monkeypatch, 
         "torch gpipe": None,
         "torch zbv": "ValueError: it broke",
     }
+
+
+@pytest.mark.slow
+def test_ticks_of_ranks_are_measured_in_a_smoke_run_that_stores_nothing(tmp_path):
+    script = ROOT / "benchmarks/tick/ranks.py"
+    command = [sys.executable, script, "--smoke", "--out", tmp_path / "ranks.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()[-2:]] == [["1", "eager"], ["2", "eager"]]
+    assert not (tmp_path / "ranks.json").exists()

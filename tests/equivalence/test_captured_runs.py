@@ -108,8 +108,3 @@ def test_capture_on_a_cpu_is_rejected(command, tmp_path, capsys):
     assert main([command, *SMALL, "--cuda-graph", "--out", str(tmp_path / "run")]) == 2
     assert "--cuda-graph captures CUDA graphs, and --device is cpu: leave --cuda-graph out" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_capture_on_several_ranks_is_rejected(tmp_path, capsys):
-    assert main(["train", *SMALL, "--cuda-graph", "--ranks", "2", "--out", str(tmp_path / "run")]) == 2
-    assert "--cuda-graph is for one process, and there are 2" in capsys.readouterr().err

@@ -52,10 +52,8 @@ def device_name(options: argparse.Namespace) -> str:
     return str(options.device) if options.device is not None else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def reject_cuda_graph(options: argparse.Namespace, count: int = 1) -> None:
-    """Raise ValueError if `--cuda-graph` is given where no graph can be captured: `count` processes, or a CPU."""
-    if options.cuda_graph and count > 1:
-        raise ValueError(f"--cuda-graph is for one process, and there are {count}: leave --cuda-graph out")
+def reject_cuda_graph(options: argparse.Namespace) -> None:
+    """Raise ValueError if `--cuda-graph` is given where no graph can be captured: on a CPU."""
     if options.cuda_graph and not device_name(options).startswith("cuda"):
         raise ValueError(
             f"--cuda-graph captures CUDA graphs, and --device is {device_name(options)}: leave --cuda-graph out, or "

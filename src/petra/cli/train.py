@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
             check_no_run(folder, "--resume to continue it, --overwrite to replace it")
         if not options.resume:
             check_weights(config.init_from, folder)
-    reject_cuda_graph(options, ranks * config.replicas)
+    reject_cuda_graph(options)
     if world_size() == 1 and ranks * config.replicas > 1:
         recovery = Recovery(options.replacements, options.spares) if options.snapshot_every else None
         processes = ranks * config.replicas

@@ -115,9 +115,9 @@ class Trainer:
             stage averages its weights and running statistics after each of its updates.
         corrections: Corrections of staleness: names such as `"predict"` or `"shrink:0.9"`, or objects of
             `petra.corrections`. None means none, or those of `defaults`.
-        cuda_graph: Capture ticks of a full pipeline as CUDA graphs. None does so on a GPU in one process; True raises
-            an error where that is not possible. It needs a fused optimizer or one of
-            `petra.optim`; `ineligible_reason` says what prevents it.
+        cuda_graph: Capture ticks of a full pipeline as CUDA graphs. None does so on a GPU; True raises an error where
+            that is not possible. It needs a fused optimizer or one of `petra.optim`; `ineligible_reason` says what
+            prevents it.
 
     Raises:
         ValueError: If an argument is invalid, or the arguments do not fit together.
