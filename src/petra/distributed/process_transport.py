@@ -204,27 +204,34 @@ class ProcessTransport(Transport):
         return wait
 
     def receive(self, source: int, action: Action, template: Template) -> PendingReceive:
-        header = [empty_header()] if self._has_headers else []
         pinned = self.device.type == "cuda" and self._comm_device.type == "cpu"
-        message = [self._buffers.empty_like(t, self._comm_device, pinned) for t in template if t is not None]
-        group = self._groups[source, self.position.rank]
-        with self._connected(source, "receive from"):
-            works = [dist.irecv(tensor, self._process(source), group=group) for tensor in [*header, *message]]
+        process, group = self._process(source), self._groups[source, self.position.rank]
 
-        def fetch() -> int:
+        def post() -> tuple[list[Tensor], list[dist.Work | None]]:
+            header = [empty_header()] if self._has_headers else []
+            message = [self._buffers.empty_like(t, self._comm_device, pinned) for t in template if t is not None]
+            with self._connected(source, "receive from"):
+                tensors = [*header, *message]
+                return tensors, [dist.irecv(tensor, process, group=group) for tensor in tensors]
+
+        def wait(posted: tuple[list[Tensor], list[dist.Work | None]]) -> tuple[list[Tensor], int]:
+            tensors, works = posted
             with self._connected(source, "receive from"):
                 for work in works:
                     assert work is not None
                     work.wait()
-            return checksum(message) if self._has_headers and self._verify else 0
+            return tensors, checksum(tensors[1:]) if self._has_headers and self._verify else 0
 
-        fetched = self._io_thread("from", source).submit(fetch).result if self._has_headers else fetch
+        if self._has_headers:
+            fetch = self._io_thread("from", source).submit(lambda: wait(post())).result
+        else:
+            fetch = partial(wait, post())
 
         def arrive() -> Template:
             with self.activity.waiting(source):
-                received = fetched()
+                message, found = fetch()
             if self._has_headers:
-                check_header(header[0], action, received)
+                check_header(message.pop(0), action, found)
             arrived = iter(message)
             return tuple(None if t is None else next(arrived).to(self.device, non_blocking=pinned) for t in template)
 
@@ -236,8 +243,8 @@ class ProcessTransport(Transport):
         return self._io_threads[direction, other]
 
     def begin_tick(self) -> None:
-        # A rank posts all receives of a tick before its first action. So the messages of the tick before last have
-        # been posted for, and waiting for them cannot deadlock two ranks.
+        # A rank posts all receives of a tick before its first action, or lets a thread post them one after another. So
+        # the messages of the tick before last have been posted for, and waiting for them cannot deadlock two ranks.
         self._pending_sends.append([])
         while len(self._pending_sends) > 2:
             self._wait_for(self._pending_sends.popleft())
