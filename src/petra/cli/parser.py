@@ -25,6 +25,7 @@ COMMANDS = {
     "memory": ("memory", "count activations for several numbers of stages"),
     "advise": ("advise", "recommend a method, k and a learning rate"),
     "plan": ("plan", "find where to cut a network for several processes"),
+    "doctor": ("doctor", "test the machine for pipelines of several processes"),
     "schedule": ("schedule", "draw a schedule"),
     "methods": ("lists", "list the training methods"),
     "corrections": ("lists", "list the corrections for staleness"),
