@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
     ranks = options.ranks or max(2, 0 if options.device == "cpu" else torch.cuda.device_count())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))}
-    return subprocess.run([*command, "-m", options.module, *options.arguments], env=environment, check=False).returncode
+    command += ["-m", options.module, *options.arguments]
+    return subprocess.run(command, env=environment, check=False).returncode  # noqa: S603
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -82,7 +83,9 @@ def _print(options: argparse.Namespace, text: str) -> None:
 def _machine(device: torch.device) -> dict[str, Any]:
     """Return what this process runs on."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    nccl = torch.cuda.nccl.version() if gpu is not None and torch.distributed.is_nccl_available() else None
+    nccl = None
+    if gpu is not None and torch.distributed.is_nccl_available():
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     own = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
     return {
         "host": platform.node(),

@@ -22,7 +22,7 @@ class AsyncCopy:
         if value.is_cuda:
             self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._value.copy_(value, non_blocking=True)
-            self._arrival = torch.cuda.Event(blocking=True)  # waiting takes no processor time
+            self._arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
             self._arrival.record(torch.cuda.current_stream(value.device))
 
     def get(self) -> Tensor:

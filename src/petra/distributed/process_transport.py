@@ -182,7 +182,7 @@ class ProcessTransport(Transport):
             message = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             for copy, t in zip(message, tensors, strict=True):
                 copy.copy_(t, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)  # the thread that waits takes no processor time
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
             copied.record(torch.cuda.current_stream(self.device))
             return message, copied.synchronize
         if overwritten:

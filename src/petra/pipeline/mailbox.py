@@ -7,7 +7,6 @@ Other mailboxes derive from it: one exchanges messages with other ranks, one sim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ class Outgoing(NamedTuple):
     """The rank that receives it."""
     action: Action
     """The action that it results from."""
-    tensors: Sequence[Tensor | None]
+    tensors: tuple[Tensor | None, ...]
     """The content."""
 
 
