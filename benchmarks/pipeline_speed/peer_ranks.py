@@ -238,7 +238,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
             for found, run in live:
                 if found.sequential and turn:
                     continue
-                if turn and shared(time.monotonic() - began)[0] > options.seconds:
+                if shared(time.monotonic() - began)[0] > options.seconds:
                     continue
                 say(f"{case_name}, {size} micro-batches: {found.name}, round {turn}")
                 store([case_name, size, found.name])
