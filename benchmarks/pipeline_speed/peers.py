@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from peak_memory import bytes_in_use
 from peer_ranks import NAMES, measure
 from peer_report import draw, report
 from ranks import launch
@@ -128,6 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--blocks is {case['blocks']}: give an even number, for two stages per rank")
     if options.smoke:
         options.ranks, options.microbatches, options.rounds, options.window, options.check = 2, [4], 1, 4, True
+    bytes_in_use()  # raises an error before anything begins if memory cannot be measured
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) if options.smoke else options.out
         out.mkdir(exist_ok=True, parents=True)
