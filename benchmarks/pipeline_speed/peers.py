@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from peak_memory import bytes_in_use
 from peer_ranks import NAMES, measure
 from peer_report import draw, report
 from ranks import launch
@@ -30,8 +31,8 @@ from ranks import launch
 from petra.measure import environment
 
 CASES: dict[str, dict[str, Any]] = {
-    "transformer": {"model": "gpt", "width": 256, "seq_len": 128, "batch_size": 1, "blocks": 2},
-    "revnet": {"model": "revnet", "width": 32, "batch_size": 4, "blocks": 2},
+    "transformer": {"model": "gpt", "width": 256, "seq_len": 128, "batch_size": 2, "blocks": 2},
+    "revnet": {"model": "revnet", "width": 32, "batch_size": 6, "blocks": 2},
 }
 SMOKE: dict[str, dict[str, Any]] = {
     "transformer": {"model": "gpt", "width": 32, "seq_len": 8, "batch_size": 2, "blocks": 2},
@@ -44,8 +45,8 @@ def groups(options: argparse.Namespace, failed: dict[tuple[Any, ...], str], done
     """Return the configurations that are left: case, micro-batches, names."""
     complete = {(run["case"], run["microbatches"]) for run in done}
     found = []
-    for case in options.cases:
-        for size in options.microbatches:
+    for size in options.microbatches:
+        for case in options.cases:
             names = [
                 name
                 for name in options.schedules
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="windows of each configuration")
     parser.add_argument("--window", type=int, default=16, help="micro-batches in a window, at least")
     parser.add_argument("--width", type=int, help="of the networks (default: 256 and 32)")
-    parser.add_argument("--batch-size", type=int, help="of a micro-batch (default: 1 text and 4 images)")
+    parser.add_argument("--batch-size", type=int, help="of a micro-batch (default: 2 texts, 6 images)")
     parser.add_argument("--blocks", type=int, help="blocks of each rank, an even number (default: 2)")
     parser.add_argument("--seq-len", type=int, help="tokens of a text (default: 128)")
     parser.add_argument("--check", action="store_true", help="compare all exact gradients with plain backprop")
@@ -128,6 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--blocks is {case['blocks']}: give an even number, for two stages per rank")
     if options.smoke:
         options.ranks, options.microbatches, options.rounds, options.window, options.check = 2, [4], 1, 4, True
+    bytes_in_use()  # raises an error before anything begins if memory cannot be measured
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) if options.smoke else options.out
         out.mkdir(exist_ok=True, parents=True)

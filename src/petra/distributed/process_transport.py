@@ -254,6 +254,10 @@ class ProcessTransport(Transport):
             self._wait_for(self._pending_sends.popleft())
         self._pending_sends.append([])
 
+    def release_buffers(self) -> None:
+        """Give the memory of received messages that nothing uses any more back to the allocator."""
+        self._buffers = MessageBuffers()
+
     def _wait_for(self, sends: list[tuple[int, Callable[[], None]]]) -> None:
         for to, wait in sends:
             with self.activity.waiting(to):

@@ -194,7 +194,6 @@ class Stage:
         with self.layers.using(weights):
             inputs, gradients, parameters = self.method.backward(self.layers, microbatch, saved, message)
         if self.accumulated == 0:
-            self._sums.clear()
             for parameter in self.parameters:
                 parameter.grad = None
         accumulate(parameters, (*message.gradients, *gradients), self._sums)
@@ -248,6 +247,7 @@ class Stage:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad / self.accumulated
+        self._sums.clear()
         self.accumulated = 0
 
     def apply_update(self) -> None:
