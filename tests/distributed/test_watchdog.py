@@ -169,16 +169,23 @@ class Lost(DictStore):
 
 def test_a_process_that_has_lost_its_connections_asks_for_new_ones():
     """The launcher still answers on its own connection, and begins a generation."""
-    store, interrupted = DictStore(), threading.Event()
+    store, interrupted, exits = DictStore(), threading.Event(), []
     roster = Roster(0, (0, 1))
     publish(store, roster)
     member = Membership(store, 0)
     member.ask_for_another = lambda given: publish(store, Roster(1, given.members))
     dog = Watchdog(
-        DictStore(), 0, ["rank 0", "rank 1"], Activity(), 60.0, generation=Generation(member, roster, interrupted.set)
+        DictStore(),
+        0,
+        ["rank 0", "rank 1"],
+        Activity(),
+        60.0,
+        exits.append,
+        Generation(member, roster, interrupted.set),
     )
     dog._store = Lost()
     assert interrupted.wait(10.0)
+    assert exits == []
     dog.close()
 
 
