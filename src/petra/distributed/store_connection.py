@@ -26,6 +26,8 @@ class StoreConnection:
     def __init__(self, connect: Callable[[timedelta], Store], limit: timedelta) -> None:
         self._connect, self._store = connect, connect(limit)
         self._lock = threading.Lock()
+        self._gone = False
+        """The store did not answer a new connection, and never will."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write an entry."""
@@ -45,6 +47,10 @@ class StoreConnection:
             return ask(store)
         except RuntimeError:
             with self._lock:
+                if self._gone:
+                    raise
                 if self._store is store:  # no other thread has connected again
+                    self._gone = True
                     self._store = self._connect(RECONNECT_LIMIT)
+                    self._gone = False
             return ask(self._store)
