@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import faulty_petra, fork_server
-from helpers.forked_jobs import FORKED
+from helpers.forked_jobs import FORKED, torchrun
 from torch.distributed import TCPStore
 
 from petra.cli.main import main
@@ -56,19 +56,38 @@ def end(process):
 
 def start_launcher(*arguments, fault="", patience=launch.PATIENCE):
     """As `start`, in processes that have everything imported already."""
+    return start_with_pipe(launcher_main, [*SMALL, *map(str, arguments)], fault, patience)
+
+
+def start_torchrun(*arguments, fault=""):
+    """Two processes of torchrun, which have everything imported already."""
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    return start_with_pipe(torchrun_main, [*options, *FAULTY, *SMALL, *map(str, arguments)], fault)
+
+
+def start_with_pipe(target, *arguments):
     hears, is_main = multiprocessing.Pipe(duplex=False)
-    process = fork_server.start(launcher_main, is_main, [*SMALL, *map(str, arguments)], fault, patience)
+    process = fork_server.start(target, is_main, *arguments)
     is_main.close()
     return process, hears
 
 
 def launcher_main(is_main, arguments, fault, patience):
-    os.environ.update({"OMP_NUM_THREADS": "1", "PETRA_FAULT": fault, "PYTHONPATH": PATHS})
+    speak_into(is_main, fault)
     launch.PATIENCE, launch.subprocess = patience, FORKED
+    sys.exit(faulty_petra.main(arguments))
+
+
+def torchrun_main(is_main, arguments, fault):
+    speak_into(is_main, fault)
+    torchrun(*arguments)
+
+
+def speak_into(is_main, fault):
+    os.environ.update({"OMP_NUM_THREADS": "1", "PETRA_FAULT": fault, "PYTHONPATH": PATHS})
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(is_main.fileno(), 2)
     is_main.close()
-    sys.exit(faulty_petra.main(arguments))
 
 
 def end_launcher(process, hears):
@@ -342,12 +361,9 @@ def test_what_goes_wrong_is_said_once_and_nothing_is_lost(fault, says, alone, tm
 
 
 def test_torchrun_starts_a_killed_job_anew_and_it_goes_on_exactly(alone, tmp_path):
-    torchrun = (
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
-        *FAULTY,
-    )
     options = ("--placement", "0,1,0,1", "--overwrite")
-    error = run(*options, "--out", tmp_path / "run", fault="kill:1:17", program=torchrun)
+    code, error = end_launcher(*start_torchrun(*options, "--out", tmp_path / "run", fault="kill:1:17"))
+    assert code == 0, error
     assert "rank 1 is gone or stuck" in error
     assert result(tmp_path / "run") == alone
 

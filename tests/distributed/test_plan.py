@@ -308,7 +308,8 @@ def test_simulated_ticks():
 TINY = ["--model", "revnet18", "--width", "2", "--depths", "1,1", "--image", "1x8x8", "--batch-size", "2"]
 
 
-def test_the_command_plans_and_measures(tmp_path, capfd):
+def test_the_command_plans_and_measures(tmp_path, capfd, monkeypatch):
+    fork(monkeypatch)
     file = tmp_path / "plan.json"
     code = main(["plan", *TINY, "--ranks", "2", "--ticks", "4", "--json", str(file)])
     printed, said = capfd.readouterr()

@@ -65,6 +65,7 @@ def alone(tmp_path_factory):
         (("--ranks", 2, "--timeout", 2), "stop:0:17", "rank 0 is gone or stuck", 12),
         (("--ranks", 2, "--timeout", 2), "hang:1:30", "rank 1 is stuck in tick", 12),
         (("--ranks", 2), "corrupt:0:20", "a message or a connection was lost: all processes connect again", 12),
+        (("--ranks", 2), "cut:1:20", "a message or a connection was lost: all processes connect again", 12),
         (("--ranks", 4, "--replacements", 0), "kill:2:20", "the other processes take over its stages", 14),
         (("--ranks", 2, "--replacements", 0), "kill:1:20", "the other processes take over its stages", 12),
         (("--ranks", 4), "kill:1:25,kill:3:25", "another one takes its place", 14),

@@ -6,11 +6,12 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import fork_server, stand_in_job
 from soak import __main__ as command
-from soak import expectations, faults, hooks, trials
+from soak import expectations, faults, hooks, leftovers, trials
 from soak.expectations import Outcome, judge
 from soak.faults import FAULTS, FileLimit, Hook, Moment, Signals
 from soak.jobs import JOBS, Job
@@ -102,6 +103,7 @@ def lost(kind, job, code, said, target="process 1", fatal=True):
         (("kill", "two", 1, ""), "ended with 1 and said nothing"),
         (("kill", "two", 1, "petra: error: rank 1\npetra: error: rank 0"), "printed 2 errors"),
         (("kill", "two", None, ""), "did not end"),
+        (("kill", "two", 1, "petra: error: DistNetworkError: rank 1"), "printed the name of an exception"),
         (("kill", "two", -11, ""), "ended by SIGSEGV"),
         (("kill", "two", 130, "petra: stopped"), "stopped, but was not asked to"),
         (("cut connections", "two", 1, "petra: error: rank 1\npetra: error: rank 0"), None),
@@ -175,3 +177,12 @@ def test_faults_inside_a_process(kind, goes_on, tmp_path):
     assert (tmp_path / "has-happened").exists()
     verdict = judge(fault, job, True, 0 if codes == [0, 0] else 1, said)
     assert verdict.outcome is (Outcome.RECOVERED if goes_on else Outcome.ENDED), (verdict, said)
+
+
+def test_a_worker_that_a_signal_has_ended_leaves_a_socket(tmp_path):
+    (tmp_path / "pymp-1").mkdir()
+    (tmp_path / "pymp-1" / "listener-2").touch()
+    (tmp_path / "other").touch()
+    attempt = SimpleNamespace(temporary=tmp_path)
+    assert len(leftovers.temporary_files(attempt)) == 3
+    assert leftovers.temporary_files(attempt, worker_ended=True) == ["temporary file other"]

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from petra.distributed import watchdog
-from petra.distributed.watchdog import Watchdog
+from petra.distributed.membership import Membership, Roster, publish
+from petra.distributed.watchdog import Generation, Watchdog
 from petra.pipeline import Activity
 
 
@@ -155,3 +156,48 @@ def test_a_process_reports_once_and_its_watchdog_lets_it_finish(store, capsys):
     assert capsys.readouterr().err == ""
     assert not dog.report_failure("again")
     assert json.loads(store["failure"]) == [0, "printed by the main thread"]
+
+
+class Lost(DictStore):
+    """A store whose connection is lost."""
+
+    def get(self, *_):
+        raise RuntimeError("Broken pipe")
+
+    set = check = compare_set = get
+
+
+def test_a_process_that_has_lost_its_connections_asks_for_new_ones():
+    """The launcher still answers on its own connection, and begins a generation."""
+    store, interrupted, exits = DictStore(), threading.Event(), []
+    roster = Roster(0, (0, 1))
+    publish(store, roster)
+    member = Membership(store, 0)
+    member.ask_for_another = lambda given: publish(store, Roster(1, given.members))
+    dog = Watchdog(
+        DictStore(),
+        0,
+        ["rank 0", "rank 1"],
+        Activity(),
+        60.0,
+        exits.append,
+        Generation(member, roster, interrupted.set),
+    )
+    dog._store = Lost()
+    assert interrupted.wait(10.0)
+    assert exits == []
+    dog.close()
+
+
+def test_a_process_that_has_lost_the_launcher_ends(monkeypatch, capsys):
+    monkeypatch.setattr(watchdog, "SILENCE_LIMIT", 0.01)
+    exits, roster = [], Roster(0, (0, 1))
+    lost = Generation(Membership(Lost(), 0), roster, lambda: None)
+    dog = Watchdog(DictStore(), 0, ["rank 0", "rank 1"], Activity(), 60.0, exits.append, lost)
+    dog._store = Lost()
+    dog._thread.join(10.0)
+    assert exits == [1]
+    assert (
+        "petra: error: the store of the job is gone, and with it the process that holds it" in capsys.readouterr().err
+    )
+    dog.close()

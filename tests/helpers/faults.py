@@ -2,8 +2,9 @@
 
 `PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`,
 `hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way),
-`full-disk` (from that tick on, writing checkpoints fails) and `slow-disk` (from that tick on, it takes a second per
-file). A job that torchrun has restarted has no fault, nor has a process that replaces a lost one.
+`cut` (shuts down all its connections), `full-disk` (from that tick on, writing checkpoints fails) and `slow-disk`
+(from that tick on, it takes a second per file). A job that torchrun has restarted has no fault, nor has a process that
+replaces a lost one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, cast
 
 import torch
+from soak.hooks import disconnect
 from torch import Tensor
 
 from petra.distributed import ProcessTransport
@@ -29,7 +31,7 @@ from petra.schedule import Action
 from petra.trainer import checkpoint
 from petra.trainer.trainer import Trainer
 
-KINDS = ("kill", "hang", "stop", "corrupt", "full-disk", "slow-disk")
+KINDS = ("kill", "hang", "stop", "corrupt", "cut", "full-disk", "slow-disk")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def _fail(trainer: Trainer, kind: str) -> None:
     elif kind == "corrupt":
         assert isinstance(trainer.transport, ProcessTransport)
         _corrupt_next(trainer.transport)
+    elif kind == "cut":
+        disconnect()
     elif kind == "full-disk":
         checkpoint.write_atomically = _fill(checkpoint.write_atomically)  # type: ignore[assignment]
     elif kind == "slow-disk":

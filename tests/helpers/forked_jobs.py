@@ -1,4 +1,4 @@
-"""Jobs of `petra train --ranks` whose processes have everything imported already.
+"""Jobs of `petra train --ranks` and of torchrun whose processes have everything imported already.
 
 The process that starts them must have few threads: they are forked from it.
 """
@@ -6,6 +6,7 @@ The process that starts them must have few threads: they are forked from it.
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -14,15 +15,18 @@ class ForkedProcess:
     """Stands for `subprocess.Popen`, for a command `python -m module arguments…`."""
 
     def __init__(self, command, env, start_new_session):
-        self._process = multiprocessing.get_context("fork").Process(target=_main, args=(command[3:], env))
+        arguments = command[command.index("-m") + 2 :]
+        self._process = multiprocessing.get_context("fork").Process(target=_main, args=(arguments, env))
         self._process.start()
         self.pid = self._process.pid
 
     def poll(self):
         return self._process.exitcode
 
-    def wait(self):
-        self._process.join()
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("petra", timeout)
 
     def kill(self):
         self._process.kill()
@@ -34,10 +38,25 @@ class ForkedProcess:
 def _main(arguments, variables):
     from helpers import faulty_petra
 
+    os.setsid()
     os.environ.update(variables)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not those of the launcher
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # not those of the launcher
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(faulty_petra.main(arguments))
+
+
+def torchrun(*arguments):
+    """Run torchrun in this process; it forks the processes of the job."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def start(args, env, stdout, stderr, start_new_session):
+        assert stdout is stderr is None
+        return ForkedProcess(args, env, start_new_session)
+
+    subprocess_handler.Popen = start
+    run.main(arguments)
 
 
 FORKED = SimpleNamespace(Popen=ForkedProcess)

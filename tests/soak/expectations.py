@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from enum import Enum
@@ -52,6 +53,8 @@ def judge(fault: Fault, job: Job, happened: bool, code: int | None, said: str) -
         return Verdict(Outcome.FAILED, "did not end")
     if "Traceback" in said:
         return Verdict(Outcome.FAILED, "printed a traceback")
+    if any(re.match(r"petra: error: \w+(Error|Exception):", line) for line in errors):
+        return Verdict(Outcome.FAILED, "printed the name of an exception")
     if code == 0:
         return Verdict(Outcome.RECOVERED if happened else Outcome.MISSED)
     if not happened:

@@ -87,15 +87,25 @@ def _delay(trainer: Trainer, seconds: float) -> None:
     _once(trainer, late)
 
 
-def _disconnect(trainer: Trainer, seconds: float) -> None:
-    """Cut all connections of this process."""
-    for name in os.listdir("/proc/self/fd"):
+def disconnect(*_: object) -> None:
+    """Cut all connections of this process, but not those that it shares with its parent, if it was forked."""
+    shared = set(_sockets(os.getppid()).values())
+    for number, name in _sockets(os.getpid()).items():
+        if name not in shared:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets(pid: int) -> dict[int, str]:
+    """Return the sockets of a process, by the numbers of their file descriptors."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
-                        connection.shutdown(socket.SHUT_RDWR)
+            if (name := os.readlink(path)).startswith("socket:"):
+                found[int(path.name)] = name
+    return found
 
 
 HOOKS: dict[str, Callable[[Trainer, float], None]] = {
@@ -103,5 +113,5 @@ HOOKS: dict[str, Callable[[Trainer, float], None]] = {
     "slow disk": _slow_disk,
     "lost message": _lose,
     "late message": _delay,
-    "cut connections": _disconnect,
+    "cut connections": disconnect,
 }

@@ -41,10 +41,16 @@ def unexpected_files(run: Path, complete: Path) -> list[str]:
     return sorted(f"file {name}" for name in _files(run) ^ _files(complete))
 
 
-def temporary_files(attempt: Attempt) -> list[str]:
-    """Return the files in the folder for temporary files, without the empty cache that PyTorch creates there."""
+def temporary_files(attempt: Attempt, worker_ended: bool = False) -> list[str]:
+    """Return the files in the folder for temporary files, without the empty cache that PyTorch creates there.
+
+    Args:
+        attempt: The attempt.
+        worker_ended: A signal has ended a data worker, which so could not remove the socket of `multiprocessing`.
+    """
+    expected = ("torchinductor", "pymp-", "listener-") if worker_ended else ("torchinductor",)
     paths = [path for path in attempt.temporary.rglob("*") if not path.is_dir() or path.parent == attempt.temporary]
-    return sorted(f"temporary file {path.name}" for path in paths if not path.name.startswith("torchinductor"))
+    return sorted(f"temporary file {path.name}" for path in paths if not path.name.startswith(expected))
 
 
 def _files(run: Path) -> set[str]:

@@ -132,7 +132,8 @@ class Soak:
         trial.events.append(event)
         if verdict.outcome is Outcome.FAILED:
             trial.problems.append(f"{fault}: {verdict.reason}: {_short(attempt.said)}")
-        trial.problems += self._left(attempt, ports)
+        worker_ended = fault.target == "worker" and verdict.outcome is Outcome.ENDED
+        trial.problems += self._left(attempt, ports, worker_ended)
         how = verdict.outcome.value + (f" with {code}" if code else "")
         self._print(f"{_name(trial)}: {how} after {event.seconds:.1f} s: {_short(attempt.said)}")
         return code == 0
@@ -142,8 +143,9 @@ class Soak:
         unique = f"{trial.number}-{name}-{self.folder.name}"
         return Attempt(trial.job, place, unique, self.timeout, environment, self.extra)
 
-    def _left(self, attempt: Attempt, ports: set[int]) -> list[str]:
-        return [f"left behind: {thing}" for thing in [*leftovers(attempt, ports), *temporary_files(attempt)]]
+    def _left(self, attempt: Attempt, ports: set[int], worker_ended: bool = False) -> list[str]:
+        found = [*leftovers(attempt, ports), *temporary_files(attempt, worker_ended)]
+        return [f"left behind: {thing}" for thing in found]
 
     def _print(self, text: str) -> None:
         self._say(f"{time.monotonic() - self._began:7.1f} s  {text}")

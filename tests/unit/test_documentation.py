@@ -63,7 +63,15 @@ def test_python_of_a_page_runs(page, capsys):
         assert float(re.search(r"accuracy=([\d.]+)", capsys.readouterr().out)[1]) > 0.8
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.fixture
+def mkldnn():
+    """The kernels that PyTorch uses outside of tests; for a whole training, they are worth their set-up."""
+    before = torch.backends.mkldnn.set_flags(True)
+    yield
+    torch.backends.mkldnn.set_flags(*before)
+
+
+@pytest.mark.usefixtures("elsewhere", "mkldnn")
 def test_the_first_example_of_the_readme_reaches_95_percent(capsys):
     first = blocks(README, "python")[0]
     torch.manual_seed(1)

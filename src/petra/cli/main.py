@@ -46,12 +46,15 @@ def main(arguments: Sequence[str] | None = None, *, module: str = "petra") -> in
 
 def _fail_while_running(error: BaseException) -> int:
     # Imported here, because these modules import PyTorch.
+    from petra.data.workers import describe_lost_worker
     from petra.distributed.job import JobFailed, ReportedElsewhere
     from petra.pipeline import Diverged
     from petra.trainer.interrupts import Interrupted
 
     if isinstance(error, ReportedElsewhere):
         return _leave(error.code)
+    if (lost := describe_lost_worker(error)) is not None:
+        return _fail(JobFailed(lost), 1)
     if isinstance(error, Interrupted | KeyboardInterrupt):
         return _fail(error, 130, "")
     return _fail(error, 1, "error: " if isinstance(error, Diverged | JobFailed) else f"error: {type(error).__name__}: ")

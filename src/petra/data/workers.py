@@ -145,6 +145,27 @@ def _unchanged(result: Any) -> Any:
     return result
 
 
+def describe_lost_worker(error: BaseException) -> str | None:
+    """Return what to do about an error that says that a worker was killed; None for other errors.
+
+    The loader raises it from a signal handler, so it may come from any line of the training.
+
+    Args:
+        error: The error.
+
+    Returns:
+        One line.
+
+    """
+    text = str(error).rstrip(". ")
+    if not isinstance(error, RuntimeError) or not text.startswith("DataLoader worker (pid"):
+        return None
+    return (
+        f"a worker process that reads data has died ({text}): continue with --resume; if memory was short, "
+        "lower --workers"
+    )
+
+
 def check_workers(count: int) -> None:
     """Raise ValueError if there cannot be so many workers."""
     if count < 0:

@@ -188,10 +188,13 @@ def _another_generation(membership: Membership, roster: Roster, lost: bool) -> b
 
     If no process is lost, a message or a connection was, and this process asks for a generation of the same processes.
     """
-    if lost and membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT):
-        return True
-    membership.ask_for_another(roster)
-    return membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT)
+    try:
+        if lost and membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT):
+            return True
+        membership.ask_for_another(roster)
+        return membership.wait_for_change(roster.generation, DIAGNOSIS_TIMEOUT)
+    except RuntimeError:  # the launcher is gone, and its store
+        return False
 
 
 @contextmanager

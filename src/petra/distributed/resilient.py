@@ -13,6 +13,7 @@ import torch
 from petra.distributed.job import GenerationOver, JobFailed, ReportedElsewhere, connect_store, join
 from petra.distributed.membership import JobEnded, Membership, Roster, member_number
 from petra.distributed.snapshots import Snapshots
+from petra.distributed.store_connection import StoreConnection
 from petra.distributed.transport import Transport
 
 Result = TypeVar("Result")
@@ -49,7 +50,8 @@ def run_in_job(
     if number is None:
         with join(device, replicas=replicas, timeout=timeout, early_exit=early_exit) as transport:
             return body(transport, None)
-    membership = Membership(connect_store(timedelta(seconds=60 + 4 * timeout))[0], number)
+    store = StoreConnection(lambda limit: connect_store(limit)[0], timedelta(seconds=60 + 4 * timeout))
+    membership = Membership(store, number)
     snapshots, roster = Snapshots(snapshot_every, membership), None
     if prepare is not None:
         prepare()

@@ -159,6 +159,8 @@ class Watchdog:
                 self._poll()
                 failure = self._failure_of_others()
             except Exception as error:  # whatever the error is, an unwatched job must not continue
+                if isinstance(error, RuntimeError) and self._connects_again():
+                    continue
                 if not self._closing.wait(2 * SILENCE_LIMIT):
                     reason = first_line(error)
                     self._abort(f"the store of the job is gone, and with it the process that holds it ({reason})")
@@ -166,6 +168,15 @@ class Watchdog:
             if failure is not None and not self._closing.wait(2 * INTERVAL):
                 # Another process has reported a failure. This one may wait for a message that will never come.
                 self._exit(1)
+
+    def _connects_again(self) -> bool:
+        """Ask for another generation, in which all connections are new; return whether the store still answers."""
+        if self._generation is None:
+            return False
+        with suppress(RuntimeError):  # the launcher is gone
+            self._generation.membership.ask_for_another(self._generation.roster)
+            return True
+        return False
 
     def _wait(self) -> bool:
         """Wait until the next poll, or until the generation is over; return whether to stop watching."""
