@@ -1,7 +1,8 @@
 """Snapshots: what is sent between processes arrives unchanged, and all agree on the last one that is complete."""
 
 import json
-from collections import deque
+import pickle
+from collections import Counter, deque
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petra.distributed import RankPosition, Snapshots, membership
-from petra.distributed.membership import DONE, JobEnded, Membership, Roster, publish, suspect_key
-from petra.distributed.snapshots import Snapshot, needed, neighbours, with_weights_of, without_weights
+from petra.distributed.membership import DONE, JobEnded, Membership, Roster, lost_key, publish
+from petra.distributed.packed_state import HostMemory, PackedState, StatePacker
+from petra.distributed.snapshots import Snapshot, SnapshotMemory, join, needed, neighbours, split
 from petra.distributed.state_exchange import StateChannel
-from petra.pipeline.host_state import HostBuffers, copy_to_host
 
 
 class DictStore(dict):
@@ -26,13 +27,14 @@ class DictStore(dict):
         return all(key in self for key in keys)
 
 
-def sent(state):
-    """A state after it went through a channel."""
+def sent(*states):
+    """States after they went through a channel together."""
     wire = deque()
-    StateChannel(lambda t: wire.append(t.clone())).send(state)
-    received = StateChannel(lambda t: t.copy_(wire.popleft())).receive()
+    packed = [StatePacker().pack(state) for state in states]
+    StateChannel(lambda t: wire.append(t.clone())).send(packed)
+    received = StateChannel(lambda t: t.copy_(wire.popleft())).receive([HostMemory() for _ in range(2)])
     assert not wire
-    return received
+    return [one.unpack() for one in received]
 
 
 def test_a_state_arrives_with_its_bits_layouts_and_plain_values():
@@ -46,7 +48,7 @@ def test_a_state_arrives_with_its_bits_layouts_and_plain_values():
         "row": torch.randn(4, 6)[:, 2],
         "expanded": torch.randn(1, 3).expand(4, 3),
     }
-    received = sent(copy_to_host(state, HostBuffers()).state)
+    (received,) = sent(state)
     assert received["stages"][0]["images"].stride() == images.stride()
     assert received["stages"][0]["shape"] == torch.Size([2, 3])
     assert received["dtype"] is torch.float64
@@ -55,6 +57,40 @@ def test_a_state_arrives_with_its_bits_layouts_and_plain_values():
         assert torch.equal(received[name], state[name])
     assert torch.equal(received["stages"][0]["images"], images)
     assert received["stages"][3][0].item() is True
+
+
+def test_states_are_sent_together():
+    shared = torch.randn(3)
+    sparse = torch.eye(3).to_sparse()
+    first, second = sent({"a": shared, "b": shared, "size": torch.device("cpu")}, [sparse, {}])
+    assert torch.equal(first["a"], shared)
+    assert first["a"] is first["b"]
+    assert first["size"] == torch.device("cpu")
+    assert torch.equal(second[0].to_dense(), torch.eye(3))
+    assert sent([1]) == [[1]]
+
+
+def test_memory_is_used_again_and_follows_the_state():
+    packer = StatePacker()
+    before = packer.pack([torch.ones(5), torch.ones(2, dtype=torch.int8)])
+    after = packer.pack([torch.full((5,), 2.0), torch.ones(2, dtype=torch.int8)])
+    assert after.data.data_ptr() == before.data.data_ptr()
+    assert torch.equal(before.unpack()[0], torch.full((5,), 2.0))  # overwritten
+    kept = after.unpack()
+    larger = packer.pack({"other": torch.arange(1000), "more": torch.ones(3)})
+    assert torch.equal(larger.unpack()["other"], torch.arange(1000))
+    assert torch.equal(packer.pack(torch.zeros(())).unpack(), torch.zeros(()))
+    assert torch.equal(kept[0], torch.full((5,), 2.0))  # a copy
+
+
+def test_only_plain_values_are_packed_and_read():
+    with pytest.raises(TypeError, match="an object of type Counter"):
+        StatePacker().pack({"counts": Counter("a")})
+    with pytest.raises(TypeError, match="a state holds"):
+        StatePacker().pack({"function": print})
+    harmful = torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
+        PackedState(harmful, torch.empty(0, dtype=torch.uint8)).unpack()
 
 
 @given(ranks=st.integers(1, 5), replicas=st.integers(1, 4))
@@ -71,8 +107,10 @@ def test_every_process_has_one_neighbour_that_holds_its_state(ranks, replicas):
 def test_a_twin_adds_its_weights():
     state = {"run": 1, "stages": {2: {"weights": "shared", "flight": "own"}}}
     twin = {"run": 2, "stages": {2: {"weights": "shared", "flight": "other"}}}
-    assert without_weights(state) == {"run": 1, "stages": {2: {"flight": "own"}}}
-    assert with_weights_of(without_weights(state), twin) == state
+    assert split(state)[0] == {"run": 1, "stages": {2: {"flight": "own"}}}
+    assert join(split(state)[0], split(twin)[1]) == state
+    packed = SnapshotMemory().pack(state)
+    assert Snapshot(5, 1, 2, {(0, 0): packed}).state((0, 0)) == state
 
 
 @pytest.mark.parametrize(
@@ -138,16 +176,17 @@ class TestMembership:
     def test_a_process_that_does_not_get_ready_is_reported(self, monkeypatch):
         store = DictStore()
         publish(store, Roster(1, (0, 2, 3)))
+        store["petra/started/3"] = b""
         monkeypatch.setattr(membership, "START_LIMIT", 0.2)
 
         def give_up(seconds):
-            if suspect_key(1) in store:
+            if lost_key(1) in store:
                 publish(store, Roster(2, ()))
 
         monkeypatch.setattr(membership.time, "sleep", give_up)
         with pytest.raises(JobEnded):
-            Membership(store, 0).wait(Roster(0, (0, 1, 3)), timeout=0.1)
-        assert json.loads(store[suspect_key(1)])[0] == 3  # it was there before, so it has less time than a new one
+            Membership(store, 0).wait(None, timeout=0.1)
+        assert json.loads(store[lost_key(1)])[0] == 3  # it was there before, so it has less time than a new one
 
     def test_the_end_of_a_job_ends_the_processes_that_wait(self):
         store = DictStore()
