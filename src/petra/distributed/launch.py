@@ -35,7 +35,7 @@ POLL = 0.02
 """Seconds between two polls of the processes."""
 LOSS_WINDOW = 5.0
 """Seconds within which several losses count as one."""
-SUSPICION_WINDOW = 2.0
+SUSPICION_WINDOW = 5.0
 """Seconds without a new report after which a process is not suspected any more."""
 STOP_WINDOW = 10.0
 """Seconds after the start of a generation in which a process may miss a signal to stop."""
