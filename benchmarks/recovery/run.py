@@ -41,7 +41,7 @@ class Size:
     epochs: int
 
 
-SMALL, MEDIUM = Size(8, 32, 4096, 10), Size(24, 64, 4096, 8)
+SMALL, MEDIUM = Size(8, 32, 4096, 10), Size(32, 128, 8192, 6)
 
 
 @dataclass
@@ -192,7 +192,8 @@ def show(record: dict[str, Any]) -> None:
         seconds, repeated = [[fault[key] for fault in case["found"]] for key in ("seconds", "repeated")]
         times = f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"
         rows.append((case["name"], str(len(seconds)), *times, str(max(repeated)), str(case["same_weights"])))
-    print(render(("", "faults", "median s", "longest s", "most ticks repeated", "same weights"), rows), flush=True)
+    if rows:
+        print(render(("", "faults", "median s", "longest s", "most ticks repeated", "same weights"), rows), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
