@@ -3,9 +3,10 @@
     python benchmarks/recovery/run.py
     python benchmarks/recovery/run.py --smoke
 
-Trains with and without snapshots in turns and compares the speed. Then it kills (SIGKILL) or stops (SIGSTOP) random
-ranks at random moments, measures the time until the next completed tick of all ranks, and compares the final weights
-with those of a run without faults. Prints tables and writes result.json, or where --out says, after every part.
+Kills (SIGKILL) or stops (SIGSTOP) random ranks at random moments, measures the time until the next completed tick of
+all ranks, and compares the final weights with those of a run without faults. Then it trains with and without snapshots
+in turns and compares the speed, and the processor time of the ranks, which other programs disturb less. Prints tables
+and writes result.json, or where --out says, after every part.
 """
 
 import argparse
@@ -84,11 +85,16 @@ def weights(out: Path) -> str:
     return str(json.loads((out / "summary.json").read_text())["weights_sha256"])
 
 
-def notes(ticks: Path, rank: int) -> list[tuple[str, int, float, int]]:
-    """Return the complete lines of a rank: kind, process, time, and micro-batch or tick."""
+Note = tuple[str, int, float, int, float]
+"""A line of a rank: kind, process, time, micro-batch or tick, and processor time."""
+
+
+def notes(ticks: Path, rank: int) -> list[Note]:
+    """Return the complete lines of a rank."""
     file = ticks / f"{rank}.txt"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [(kind, int(pid), float(at), int(n)) for kind, pid, at, n in (line.split() for line in lines)]
+    fields = (line.split() for line in lines)
+    return [(kind, int(pid), float(at), int(n), float(cpu)) for kind, pid, at, n, cpu in fields]
 
 
 def recovered(ticks: Path, ranks: int, since: float) -> tuple[float, int] | None:
@@ -96,8 +102,8 @@ def recovered(ticks: Path, ranks: int, since: float) -> tuple[float, int] | None
     moments, first = [], 0
     for rank in range(ranks):
         found = notes(ticks, rank)
-        starts = [index for index, (kind, _, at, _) in enumerate(found) if kind == "start" and at > since]
-        after = [at for kind, _, at, _ in found[starts[-1] :] if kind == "tick"] if starts else []
+        starts = [index for index, (kind, _, at, *_) in enumerate(found) if kind == "start" and at > since]
+        after = [at for kind, _, at, *_ in found[starts[-1] :] if kind == "tick"] if starts else []
         if not after:
             return None
         moments.append(after[0])
@@ -158,42 +164,46 @@ def train(size: Size, folder: Path, *more: object) -> dict[str, Any]:
     return summary
 
 
+def processor_time(ticks: Path) -> float:
+    """Return the processor time of all ranks per tick, in milliseconds; the first ticks do not count."""
+    total = 0.0
+    for rank in range(2):
+        found = [note for note in notes(ticks, rank) if note[0] == "tick"][20:]
+        total += 1e3 * (found[-1][-1] - found[0][-1]) / (len(found) - 1)
+    return total
+
+
 def overhead(size: Size, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the samples per second of pairs of jobs, without snapshots and with them, and the share of time lost."""
-    pairs = []
+    """Return samples per second and processor time of pairs of jobs, without snapshots and with them."""
+    jobs = []
     for repeat in range(options.repeats):
-        order = (0, options.every) if repeat % 2 == 0 else (options.every, 0)
-        found = {
-            every: train(size, folder / f"{size.width}-{repeat}-{every}", "--ranks", 2, "--snapshot-every", every)
-            for every in order
-        }
-        pairs.append([found[every]["samples_per_second"] for every in (0, options.every)])
-    without, with_ = (statistics.median(pair[i] for pair in pairs) for i in range(2))
-    lost = statistics.median(1 - with_ / without for without, with_ in pairs)
-    return {
-        **asdict(size),
-        "tick_ms": 1e3 * size.batch_size / without,
-        "without": without,
-        "with": with_,
-        "lost": lost,
-        "pairs": pairs,
+        for every in (0, options.every) if repeat % 2 == 0 else (options.every, 0):
+            ticks = folder / f"{size.width}-{repeat}-{every}"
+            speed = train(size, ticks, "--ranks", 2, "--snapshot-every", every)["samples_per_second"]
+            jobs.append({"repeat": repeat, "every": every, "speed": speed, "processor_ms": processor_time(ticks)})
+    medians = {
+        f"{name}_{key}": statistics.median(job[key] for job in jobs if job["every"] == every)
+        for name, every in (("without", 0), ("with", options.every))
+        for key in ("speed", "processor_ms")
     }
+    return {**asdict(size), "tick_ms": 1e3 * size.batch_size / medians["without_speed"], **medians, "jobs": jobs}
 
 
 def show(record: dict[str, Any]) -> None:
     """Print the tables."""
-    rows = [
-        (f"{one['tick_ms']:.0f} ms", f"{one['without']:.0f}", f"{one['with']:.0f}", f"{100 * one['lost']:.1f} %")
-        for one in record["speeds"]
-    ]
-    print(render(("tick", "samples/s without", "with snapshots", "median loss"), rows))
     rows = []
     for case in record["cases"]:
         seconds, repeated = [[fault[key] for fault in case["found"]] for key in ("seconds", "repeated")]
         times = f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"
         rows.append((case["name"], str(len(seconds)), *times, str(max(repeated)), str(case["same_weights"])))
+    print(render(("", "faults", "median s", "longest s", "most ticks repeated", "same weights"), rows), flush=True)
+    rows = []
+    for one in record["speeds"]:
+        more = one["with_processor_ms"] / one["without_processor_ms"] - 1
+        columns = [f"{one[f'{name}_{key}']:.1f}" for key in ("speed", "processor_ms") for name in ("without", "with")]
+        rows.append((f"{one['tick_ms']:.0f} ms", *columns, f"{100 * more:.1f} %"))
     if rows:
-        print(render(("", "faults", "median s", "longest s", "most ticks repeated", "same weights"), rows), flush=True)
+        print(render(("tick", "samples/s", "with", "processor ms a tick", "with", "more"), rows), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -216,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size, speeds, options.repeats = replace(SMALL, samples=2048, epochs=4), [replace(SMALL, epochs=1)], 1
         cases = [Case(2, signal.SIGKILL, 1)]
     settings = {name: value for name, value in vars(options).items() if name != "out"}
-    record: dict[str, Any] = {"settings": settings, "environment": environment(), "speeds": [], "cases": []}
+    record: dict[str, Any] = {"settings": settings, "environment": environment(), "cases": [], "speeds": []}
 
     def done(part: str, result: dict[str, Any]) -> None:
         record[part].append(result)
@@ -227,13 +237,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chance = random.Random(options.seed)  # noqa: S311 - faults, not secrets
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for one in speeds:
-            done("speeds", overhead(one, options, folder))
         expected = train(size, folder / "alone")["weights_sha256"]
         for case in cases:
             found, got = faults(case, options, size, folder, chance)
             result = {"same_weights": got == expected, "found": [asdict(fault) for fault in found]}
             done("cases", {"name": case.name, **asdict(case), **result})
+        for one in speeds:
+            done("speeds", overhead(one, options, folder))
 
 
 if __name__ == "__main__":

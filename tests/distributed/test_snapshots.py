@@ -3,17 +3,22 @@
 import json
 import pickle
 from collections import Counter, deque
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petra.distributed import RankPosition, Snapshots, membership
+from petra.distributed import LostRank, ProcessTransport, RankPosition, SingleProcess, Snapshots, membership
 from petra.distributed.membership import DONE, JobEnded, Membership, Roster, lost_key, publish
 from petra.distributed.packed_state import HostMemory, PackedState, StatePacker
 from petra.distributed.snapshots import Snapshot, SnapshotMemory, join, needed, neighbours, split
 from petra.distributed.state_exchange import StateChannel
+from petra.runs.resume import restore
+from petra.trainer.progress import RunProgress
 
 
 class DictStore(dict):
@@ -158,6 +163,34 @@ def recovered(reports, process):
         else:
             snapshots.complete = snapshot
     return snapshots.recover(Transport())
+
+
+def test_a_rank_that_is_lost_while_others_restore_a_state_is_no_damage_of_the_state():
+    class Source:
+        folder = "the snapshot"
+
+        def run(self):
+            return {"data": "same", "progress": asdict(RunProgress()), "layout": {}}
+
+        def stage(self, index, replica=0):
+            raise LostRank("cannot receive")
+
+    trainer = SimpleNamespace(transport=SingleProcess(), layout={}, stages=[SimpleNamespace(index=0)])
+    with pytest.raises(LostRank):
+        restore(Source(), trainer, SimpleNamespace(), "same")
+
+
+def test_an_interrupted_transport_opens_no_channels():
+    """They would be opened with processes of another generation, or wait for them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        transport = ProcessTransport()
+        transport.open_ring((0, 0), (0, 0)).close()
+        transport.interrupt()
+        with pytest.raises(LostRank, match="another generation"):
+            transport.open_ring((0, 0), (0, 0))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_other_ranks_need_the_parts_of_all_ranks():

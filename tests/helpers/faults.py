@@ -1,7 +1,8 @@
 """Fault injection: a rank dies, hangs, or cannot write.
 
 `PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`,
-`hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way),
+`kill-start` (before its first tick), `kill-restore` (while it restores the state after the first recovery), `hang`
+(computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way),
 `full-disk` (from that tick on, writing checkpoints fails) and `slow-disk` (from that tick on, it takes a second per
 file). A job that torchrun has restarted has no fault, nor has a process that replaces a lost one.
 """
@@ -24,12 +25,13 @@ from petra.distributed import ProcessTransport
 from petra.distributed.job import restart_count
 from petra.distributed.membership import is_replacement
 from petra.pipeline import Stage
+from petra.runs import run as run_module
 from petra.runs.run import Run
 from petra.schedule import Action
 from petra.trainer import checkpoint
 from petra.trainer.trainer import Trainer
 
-KINDS = ("kill", "hang", "stop", "corrupt", "full-disk", "slow-disk")
+KINDS = ("kill", "kill-start", "kill-restore", "hang", "stop", "corrupt", "full-disk", "slow-disk")
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,21 @@ def install() -> None:
 
         def start(run: Run) -> None:
             for fault in faults if not started else ():  # not after a recovery
-                fail_at(run.trainer, fault)
+                if fault.kind == "kill-restore":
+                    kill_in_restore(fault.rank, run.transport.position.rank)
+                elif fault.kind == "kill-start" and run.transport.position.rank == fault.rank:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                else:
+                    fail_at(run.trainer, fault)
             started.append(run)
 
         Run.on_start.append(start)
+
+
+def kill_in_restore(rank: int, own: int) -> None:
+    """Kill this process when it restores a state, if it is that of the rank."""
+    if own == rank:
+        run_module.restore = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
 
 
 def fail_at(trainer: Trainer, fault: Fault) -> None:
