@@ -74,6 +74,8 @@ def alone(tmp_path_factory):
         (("--ranks", 4), "kill:1:25,kill:3:25", "another one takes its place", 14),
         (("--ranks", 4), "kill:1:25,kill:2:25", "another one takes its place", 100),  # neighbours
         (("--ranks", 4, "--timeout", 3), "kill:1:25,stop:3:25", "another one takes its place", 14),
+        (("--ranks", 2), "kill-start:1:0", "another one takes its place", 0),  # there are files, but no tick
+        (("--ranks", 4), "kill:1:45,kill-restore:3:45", "process 3 was ended by SIGKILL", 14),  # after the best epoch
     ],
 )
 def test_a_lost_process_is_replaced(arguments, fault, says, repeated, alone, tmp_path):
@@ -81,19 +83,10 @@ def test_a_lost_process_is_replaced(arguments, fault, says, repeated, alone, tmp
     said = run(tmp_path / "run", *arguments, "--snapshot-every", 10, fault=fault)
     assert says in said
     assert weights(tmp_path / "run") == weights(alone)
+    assert best(tmp_path / "run") == best(alone)
     starts = [int(found) for found in re.findall(r"continuing from micro-batch (\d+)", said)]
     ticks = [int(tick) for tick in re.findall(r":(\d+)(?:,|$)", fault)]
     assert min(starts) >= min(ticks) - repeated
-
-
-@pytest.mark.timeout(LIMIT)
-def test_processes_that_are_lost_before_the_first_tick_and_while_others_recover_are_replaced(alone, tmp_path):
-    """The first loss is between the first file and the first tick, the third while ranks restore the state."""
-    fault = "kill-start:3:0,kill:1:45,kill-restore:0:0"
-    said = run(tmp_path / "run", "--ranks", 4, "--snapshot-every", 10, fault=fault)
-    print(said)
-    assert weights(tmp_path / "run") == weights(alone)
-    assert best(tmp_path / "run") == best(alone)  # of epoch 1, before the snapshot
 
 
 @pytest.mark.timeout(LIMIT)
@@ -189,6 +182,7 @@ class TestLauncher:
             membership.report_suspects(launcher._roster, [1])
             membership.report_lost(launcher._roster, 1, "rank 1 is stuck")
             launcher._read_reports()
+            assert launcher._spares == [2]
             codes = launcher._codes()
             assert codes == {0: None, 1: -signal.SIGKILL}
             assert launcher._recover([1], codes)

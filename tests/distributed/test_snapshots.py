@@ -82,6 +82,7 @@ def test_memory_is_used_again_and_follows_the_state():
     assert after.data.data_ptr() == before.data.data_ptr()
     assert torch.equal(before.unpack()[0], torch.full((5,), 2.0))  # overwritten
     kept = after.unpack()
+    packer.pack([torch.full((5,), 3.0), torch.ones(2, dtype=torch.int8)])
     larger = packer.pack({"other": torch.arange(1000), "more": torch.ones(3)})
     assert torch.equal(larger.unpack()["other"], torch.arange(1000))
     assert torch.equal(packer.pack(torch.zeros(())).unpack(), torch.zeros(()))
@@ -140,6 +141,14 @@ def test_a_snapshot_that_has_not_arrived_everywhere_does_not_count():
     found, begun = recovered(reports, 0)
     assert found.tick == 10
     assert begun
+
+
+def test_after_a_recovery_each_part_is_in_two_processes_again():
+    parts = [[[rank, 0], [(rank - 1) % 4, 0]] for rank in range(4)]
+    reports = [[True, [] if rank == 1 else [[20, 4, 1, parts[rank]]]] for rank in range(4)]
+    for rank in range(4):
+        found, _ = recovered(reports, rank)
+        assert sorted(found.parts) == sorted(map(tuple, parts[rank]))
 
 
 def recovered(reports, process):

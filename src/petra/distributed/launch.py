@@ -216,7 +216,7 @@ class Launcher:
     def _may_go_on(self, who: str) -> bool:
         """Return whether the job has made progress between the last losses; otherwise end it."""
         progress = int(self._store.get(PROGRESS)) if self._store.check([PROGRESS]) else -1
-        if progress > self._progress:
+        if progress != self._progress:  # less, if all have started again from a checkpoint
             self._losses, self._progress = 0, progress
         now = time.monotonic()
         if self._losses == 0 or now - self._last_loss > LOSS_WINDOW:

@@ -191,7 +191,7 @@ class Membership:
         """Tell the launcher how far the job has come.
 
         Args:
-            value: A number that grows.
+            value: Another number than the last one.
         """
         self._store.set(PROGRESS, str(value))
 

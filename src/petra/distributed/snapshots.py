@@ -194,6 +194,8 @@ class Snapshots:
     def recover(self, transport: Transport) -> tuple[Snapshot | None, bool]:
         """Find the last snapshot that the processes hold together, and get the parts that this one needs.
 
+        Afterwards, each part is in two processes again, so that another one may be lost before the next snapshot.
+
         All processes call it at the start of a generation.
 
         Args:
@@ -217,7 +219,7 @@ class Snapshots:
         restored = self.complete = own
         for part, owner in sorted(owners.items()):
             for process, position in enumerate(transport.positions()):
-                if part in needed(position, ranks, replicas) and [*part] not in _parts(reports[process][1], found):
+                if part in _held(position, ranks, replicas) and [*part] not in _parts(reports[process][1], found):
                     state = transport.move_state(own.parts.get(part), owner, process)
                     if state is not None:
                         restored.parts[part] = state
@@ -250,6 +252,12 @@ def join(rest: State, weights: State) -> State:
     """Return the state that `split` was given."""
     stages = {index: {**stage, "weights": weights[index]} for index, stage in rest["stages"].items()}
     return {**rest, "stages": stages}
+
+
+def _held(position: RankPosition, ranks: int, replicas: int) -> list[Part]:
+    """Return the parts of a snapshot of so many ranks that a process holds, also for its neighbour."""
+    same = (position.ranks, position.replicas) == (ranks, replicas)
+    return [*needed(position, ranks, replicas), *([neighbours(position)[1]] if same else [])]
 
 
 Description = list[Any]
