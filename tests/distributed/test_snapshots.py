@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petra.distributed import LostRank, ProcessTransport, RankPosition, SingleProcess, Snapshots, membership
+from petra.distributed.io_thread import IOThread
 from petra.distributed.membership import DONE, JobEnded, Membership, Roster, lost_key, publish
 from petra.distributed.packed_state import HostMemory, PackedState, StatePacker
 from petra.distributed.snapshots import Snapshot, SnapshotMemory, join, needed, neighbours, split
-from petra.distributed.state_exchange import StateChannel
+from petra.distributed.state_exchange import Ring, StateChannel
 from petra.runs.resume import restore
 from petra.trainer.progress import RunProgress
 
@@ -115,8 +116,19 @@ def test_a_twin_adds_its_weights():
     twin = {"run": 2, "stages": {2: {"weights": "shared", "flight": "other"}}}
     assert split(state)[0] == {"run": 1, "stages": {2: {"flight": "own"}}}
     assert join(split(state)[0], split(twin)[1]) == state
-    packed = SnapshotMemory().pack(state)
-    assert Snapshot(5, 1, 2, {(0, 0): packed}).state((0, 0)) == state
+    from_twin, to_twin = deque(), []
+    StateChannel(from_twin.append).send(SnapshotMemory().pack(twin)[:1])
+    snapshots = Snapshots(50, Membership(DictStore(), 0))
+    snapshots._transport = SimpleNamespace(position=RankPosition(0, 1, 0, 2))
+    source = StateChannel(lambda t: t.copy_(from_twin.popleft()))
+    snapshots._ring = Ring(StateChannel(to_twin.append), source, lambda: None)
+    snapshots._threads = IOThread("to"), IOThread("from")
+    snapshots.after_tick(5, lambda: state)
+    for task in snapshots._tasks:
+        task.result(10.0)
+    assert snapshots.pending.state((0, 0)) == state
+    assert snapshots.pending.state((0, 1)) == twin
+    assert [size for size in to_twin[0].tolist() if size >= 0] == [to_twin[1].numel(), 0]  # no weights
 
 
 @pytest.mark.parametrize(
