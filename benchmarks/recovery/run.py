@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hangs", type=int, default=10, help="stopped ranks in each job, and kills with a spare")
     parser.add_argument("--every", type=int, default=50, help="ticks between snapshots")
     parser.add_argument("--timeout", type=float, default=2.0, help="seconds after which a rank counts as stuck")
-    parser.add_argument("--epochs", type=int, default=40, help="epochs of the jobs with faults")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of the jobs with faults")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of jobs for the cost of snapshots")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="one kill; writes nothing")

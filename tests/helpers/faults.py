@@ -1,10 +1,10 @@
 """Fault injection: a rank dies, hangs, or cannot write.
 
 `PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`,
-`kill-start` (before its first tick), `kill-restore` (while it restores the state after the first recovery), `hang`
-(computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way),
-`full-disk` (from that tick on, writing checkpoints fails) and `slow-disk` (from that tick on, it takes a second per
-file). A job that torchrun has restarted has no fault, nor has a process that replaces a lost one.
+`kill-start` (after it has written the first files), `kill-restore` (while it restores the state after the first
+recovery), `hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the
+way), `full-disk` (from that tick on, writing checkpoints fails) and `slow-disk` (from that tick on, it takes a second
+per file). A job that torchrun has restarted has no fault, nor has a process that replaces a lost one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -69,13 +69,26 @@ def install() -> None:
             for fault in faults if not started else ():  # not after a recovery
                 if fault.kind == "kill-restore":
                     kill_in_restore(fault.rank, run.transport.position.rank)
-                elif fault.kind == "kill-start" and run.transport.position.rank == fault.rank:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                else:
+                elif fault.kind != "kill-start":
                     fail_at(run.trainer, fault)
             started.append(run)
 
         Run.on_start.append(start)
+        for fault in faults:
+            if fault.kind == "kill-start":
+                kill_after_first_files(fault.rank)
+
+
+def kill_after_first_files(rank: int) -> None:
+    """Kill the process that is the rank when it has written the first files of a run."""
+    prepare_folder = Run._prepare_folder
+
+    def prepare(run: Run, *given: Any, **named: Any) -> None:
+        prepare_folder(run, *given, **named)
+        if run.transport.position.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Run._prepare_folder = prepare  # type: ignore[method-assign]
 
 
 def kill_in_restore(rank: int, own: int) -> None:

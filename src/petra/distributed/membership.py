@@ -107,9 +107,9 @@ class Membership:
         if seconds < min(timeout, START_LIMIT):
             return
         for position, member in enumerate(roster.members):
-            if self._store.check([_ready(roster.generation, member)]):
-                continue
-            if seconds > (timeout if self._store.check([_started(member)]) else START_LIMIT):
+            # In this order: a process that gets ready between the two has been found not to have started.
+            limit = timeout if self._store.check([_started(member)]) else START_LIMIT
+            if seconds > limit and not self._store.check([_ready(roster.generation, member)]):
                 self.report_lost(roster, position, f"process {member} has not been ready for {seconds:.0f} s")
                 return
 
