@@ -4,9 +4,9 @@
     python benchmarks/recovery/run.py --smoke
 
 Kills (SIGKILL) or stops (SIGSTOP) random ranks at random moments, measures the time until the next completed tick of
-all ranks, and compares the final weights with those of a run without faults. Then it trains with and without snapshots
-in turns and compares the speed, and the processor time of the ranks, which other programs disturb less. Prints tables
-and writes result.json, or where --out says, after every part.
+all ranks, and compares the final weights with those of a run without faults. Then it compares the time and the
+processor time of ticks in blocks of one job, with and without snapshots in turns. Prints tables and writes result.json,
+or where --out says, after every part.
 """
 
 import argparse
@@ -30,6 +30,8 @@ from petra.measure import environment
 HERE = Path(__file__).parent
 NETWORK = ("--model", "revnet18", "--depths", "1,1", "--stages", "4", "--lr", "0.05", "--warmup-epochs", "0.1")
 LIMIT = 120.0
+SNAPSHOTS = 5
+"""The snapshots in a block of ticks."""
 
 
 @dataclass(frozen=True)
@@ -155,38 +157,32 @@ def wait_until(condition, process):
     return result
 
 
-def train(size: Size, folder: Path, *more: object) -> dict[str, Any]:
+def train(size: Size, folder: Path, *more: object, **environ: str) -> dict[str, Any]:
     """Train without faults and return the summary."""
     folder.mkdir()
     job = command(folder / "run", size, *more)
-    subprocess.run(job, env=variables(folder), check=True, capture_output=True, timeout=10 * LIMIT)
+    subprocess.run(job, env=variables(folder) | environ, check=True, capture_output=True, timeout=10 * LIMIT)
     summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
     return summary
 
 
-def processor_time(ticks: Path) -> float:
-    """Return the processor time of all ranks per tick, in milliseconds; the first ticks do not count."""
-    total = 0.0
-    for rank in range(2):
-        found = [note for note in notes(ticks, rank) if note[0] == "tick"][20:]
-        total += 1e3 * (found[-1][-1] - found[0][-1]) / (len(found) - 1)
-    return total
-
-
 def overhead(size: Size, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return samples per second and processor time of pairs of jobs, without snapshots and with them."""
-    jobs = []
-    for repeat in range(options.repeats):
-        for every in (0, options.every) if repeat % 2 == 0 else (options.every, 0):
-            ticks = folder / f"{size.width}-{repeat}-{every}"
-            speed = train(size, ticks, "--ranks", 2, "--snapshot-every", every)["samples_per_second"]
-            jobs.append({"repeat": repeat, "every": every, "speed": speed, "processor_ms": processor_time(ticks)})
-    medians = {
-        f"{name}_{key}": statistics.median(job[key] for job in jobs if job["every"] == every)
-        for name, every in (("without", 0), ("with", options.every))
-        for key in ("speed", "processor_ms")
-    }
-    return {**asdict(size), "tick_ms": 1e3 * size.batch_size / medians["without_speed"], **medians, "jobs": jobs}
+    """Return the time and the processor time of a tick, without snapshots and with them, in blocks of one job."""
+    block, ticks = SNAPSHOTS * options.every, folder / f"speed-{size.width}"
+    count = 2 * (options.blocks + 1)  # the first two do not count
+    one_epoch = replace(size, samples=block * count * size.batch_size, epochs=1)
+    train(one_epoch, ticks, "--ranks", 2, "--snapshot-every", options.every, PETRA_BLOCK=str(block))
+    ranks = [{note[3]: note for note in notes(ticks, rank) if note[0] == "tick"} for rank in range(2)]
+    blocks = []
+    for number in range(2, count):
+        ends = [(rank[block * number - 1], rank[block * (number + 1) - 1]) for rank in ranks]
+        seconds = ends[-1][1][2] - ends[-1][0][2]
+        processor = sum(after[4] - before[4] for before, after in ends)
+        taken = number % 2 == 1
+        blocks.append({"snapshots": taken, "ms": 1e3 * seconds / block, "processor_ms": 1e3 * processor / block})
+    pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
+    more = {key: statistics.median(b[key] / a[key] for a, b in pairs) - 1 for key in ("ms", "processor_ms")}
+    return {**asdict(one_epoch), "more": more, "blocks": blocks}
 
 
 def show(record: dict[str, Any]) -> None:
@@ -199,11 +195,16 @@ def show(record: dict[str, Any]) -> None:
     print(render(("", "faults", "median s", "longest s", "most ticks repeated", "same weights"), rows), flush=True)
     rows = []
     for one in record["speeds"]:
-        more = one["with_processor_ms"] / one["without_processor_ms"] - 1
-        columns = [f"{one[f'{name}_{key}']:.1f}" for key in ("speed", "processor_ms") for name in ("without", "with")]
-        rows.append((f"{one['tick_ms']:.0f} ms", *columns, f"{100 * more:.1f} %"))
+        medians = {
+            (key, taken): statistics.median(block[key] for block in one["blocks"] if block["snapshots"] == taken)
+            for key in ("ms", "processor_ms")
+            for taken in (False, True)
+        }
+        rows.append(tuple(f"{medians[key, taken]:.2f}" for key in ("ms", "processor_ms") for taken in (False, True)))
+        rows[-1] += tuple(f"{100 * one['more'][key]:.1f} %" for key in ("ms", "processor_ms"))
     if rows:
-        print(render(("tick", "samples/s", "with", "processor ms a tick", "with", "more"), rows), flush=True)
+        columns = ("ms a tick", "with", "processor ms", "with", "more time", "more processor time")
+        print(render(columns, rows), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -213,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=50, help="ticks between snapshots")
     parser.add_argument("--timeout", type=float, default=2.0, help="seconds after which a rank counts as stuck")
     parser.add_argument("--epochs", type=int, default=20, help="epochs of the jobs with faults")
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of jobs for the cost of snapshots")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks of ticks with snapshots, and as many without")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="one kill; writes nothing")
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases += [Case(2, signal.SIGKILL, options.hangs, spares=1)]
     size, speeds = replace(SMALL, epochs=options.epochs), [SMALL, MEDIUM]
     if options.smoke:
-        size, speeds, options.repeats = replace(SMALL, samples=2048, epochs=4), [replace(SMALL, epochs=1)], 1
+        size, speeds, options.blocks = replace(SMALL, samples=2048, epochs=4), [SMALL], 1
         cases = [Case(2, signal.SIGKILL, 1)]
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     record: dict[str, Any] = {"settings": settings, "environment": environment(), "cases": [], "speeds": []}

@@ -1,6 +1,7 @@
 """`python -m worker` is `petra` in which every rank notes when it starts and when it completes a tick.
 
-The last number of a line is the processor time of the rank so far, of all its threads.
+The last number of a line is the processor time of the rank so far, of all its threads. With PETRA_BLOCK=N, it takes
+snapshots in every other block of N ticks.
 """
 
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from petra.cli.main import main as petra_main
+from petra.distributed import Snapshots
 from petra.runs.run import Run
 from petra.schedule import Kind
 
@@ -29,8 +31,21 @@ def note(run: Run) -> None:
     run.trainer.executor.observers.append(observe)
 
 
+def alternate(block: int) -> None:
+    """Begin snapshots in every other block of ticks only."""
+    after_tick = Snapshots.after_tick
+
+    def sometimes(self: Snapshots, tick: int, state: Any) -> None:
+        if self.pending is not None or tick // block % 2:
+            after_tick(self, tick, state)
+
+    Snapshots.after_tick = sometimes  # type: ignore[method-assign]
+
+
 def main(arguments: Any = None) -> int:
     """Run the command."""
+    if block := os.environ.get("PETRA_BLOCK"):
+        alternate(int(block))
     Run.on_start.append(note)
     return petra_main(arguments, module="worker")
 

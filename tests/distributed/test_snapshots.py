@@ -242,6 +242,18 @@ class TestMembership:
             Membership(store, 0).wait(None, timeout=0.1)
         assert json.loads(store[lost_key(1)])[0] == 3  # it was there before, so it has less time than a new one
 
+    def test_a_new_process_that_gets_ready_while_others_look_is_not_late(self):
+        class SlowStore(DictStore):
+            def check(self, keys):
+                found = super().check(keys)
+                if any(key.endswith("/3") for key in keys):
+                    self.update({"petra/ready/1/3": b"", "petra/started/3": b""})
+                return found
+
+        store = SlowStore()
+        Membership(store, 0)._report_late(Roster(1, (3,)), 3.0, timeout=2.0)
+        assert lost_key(1) not in store
+
     def test_the_end_of_a_job_ends_the_processes_that_wait(self):
         store = DictStore()
         publish(store, Roster(3, ()))
