@@ -44,7 +44,7 @@ class Size:
     epochs: int
 
 
-SMALL, MEDIUM = Size(8, 32, 4096, 10), Size(32, 128, 8192, 6)
+SMALL, MEDIUM = Size(8, 32, 4096, 10), Size(32, 96, 8192, 6)
 
 
 @dataclass
