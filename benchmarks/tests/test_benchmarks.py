@@ -109,11 +109,11 @@ def test_recovery_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monke
 
 def test_the_time_of_a_recovery_is_that_of_the_last_rank(tmp_path):
     (module,) = import_scripts("benchmarks/recovery", "run")
-    (tmp_path / "0.txt").write_text("start 1 1.0 0\ntick 1 2.0 70\nstart 1 5.0 48\ntick 1 5.5 48\n")
-    (tmp_path / "1.txt").write_text("start 2 1.0 0\ntick 2 2.0 70\n")
+    (tmp_path / "0.txt").write_text("start 1 1.0 0 0\ntick 1 2.0 70 0\nstart 1 5.0 48 0\ntick 1 5.5 48 0\n")
+    (tmp_path / "1.txt").write_text("start 2 1.0 0 0\ntick 2 2.0 70 0\n")
     assert module.recovered(tmp_path, 2, since=3.0) is None
     with (tmp_path / "1.txt").open("a") as file:
-        file.write("start 3 5.1 48\ntick 3 5.9 48\ntick 3 6.")  # a line that is being written
+        file.write("start 3 5.1 48 0\ntick 3 5.9 48 0\ntick 3 6.")  # a line that is being written
     assert module.recovered(tmp_path, 2, since=3.0) == (5.9, 48)
 
 
