@@ -102,7 +102,8 @@ def test_recovery_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monke
         out = tmp_path / "-".join(["result", *arguments])
         module.main([*arguments, "--out", str(out)])
         said = capsys.readouterr().out.splitlines()
-        assert all(line.split()[-5:] == ["3", "4.00", "4.50", "40", "True"] for line in said[-cases:])
+        rows = [line.split()[-5:] for line in said if "killed" in line or "stopped" in line]
+        assert rows[-cases:] == [["3", "4.00", "4.50", "40", "True"]] * cases
         assert any(line.split()[-4:] == ["2.0", "%", "2.0", "%"] for line in said)
         assert out.exists() == (not arguments)
 
