@@ -82,6 +82,44 @@ def test_the_stall_of_a_checkpoint_is_measured_in_a_smoke_run_that_stores_nothin
     assert list(tmp_path.iterdir()) == []
 
 
+def test_recovery_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monkeypatch, capsys):
+    (module,) = import_scripts("benchmarks/recovery", "run")
+
+    def train(size, folder, *more, **environ):
+        if environ:  # a tick takes 10 ms, and 2 % more with snapshots
+            folder.mkdir()
+            block = int(environ["PETRA_BLOCK"])
+            for rank in range(2):
+                moments = [0.0]
+                for tick in range(1, size.samples // size.batch_size):
+                    moments.append(moments[-1] + (0.0102 if tick // block % 2 else 0.01))
+                lines = [f"tick 1 {moment} {tick} {moment}\n" for tick, moment in enumerate(moments)]
+                (folder / f"{rank}.txt").write_text("".join(lines))
+        return {"weights_sha256": "same"}
+
+    found = [module.Fault(0, 3.5, 20), module.Fault(1, 4.5, 40), module.Fault(0, 4.0, 30)]
+    monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(module, "faults", lambda *given: (found, "same"))
+    for arguments, cases in ((["--smoke"], 1), ([], 5)):
+        out = tmp_path / "-".join(["result", *arguments])
+        module.main([*arguments, "--out", str(out)])
+        said = capsys.readouterr().out.splitlines()
+        rows = [line.split()[-5:] for line in said if "killed" in line or "stopped" in line]
+        assert rows[-cases:] == [["3", "4.00", "4.50", "40", "True"]] * cases
+        assert any(line.split()[-4:] == ["2.0", "%", "2.0", "%"] for line in said)
+        assert out.exists() == (not arguments)
+
+
+def test_the_time_of_a_recovery_is_that_of_the_last_rank(tmp_path):
+    (module,) = import_scripts("benchmarks/recovery", "run")
+    (tmp_path / "0.txt").write_text("start 1 1.0 0 0\ntick 1 2.0 70 0\nstart 1 5.0 48 0\ntick 1 5.5 48 0\n")
+    (tmp_path / "1.txt").write_text("start 2 1.0 0 0\ntick 2 2.0 70 0\n")
+    assert module.recovered(tmp_path, 2, since=3.0) is None
+    with (tmp_path / "1.txt").open("a") as file:
+        file.write("start 3 5.1 48 0\ntick 3 5.9 48 0\ntick 3 6.")  # a line that is being written
+    assert module.recovered(tmp_path, 2, since=3.0) == (5.9, 48)
+
+
 @pytest.mark.slow
 def test_the_input_pipeline_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monkeypatch, capsys):
     (module,) = import_scripts("benchmarks/input_pipeline", "run")

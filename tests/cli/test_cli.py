@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 
@@ -543,6 +544,15 @@ class TestRunsThatAreThere:
         self.check(folder, capsys, ["--resume"], "another process is training in")
         claim.close()
         assert main(["train", "--resume", "--out", str(folder), "--device", "cpu", "--quiet"]) == 0
+
+    def test_a_recovery_waits_for_the_lock_that_workers_of_a_lost_process_hold(self, tmp_path):
+        claim = FolderLock(tmp_path)
+        threading.Timer(0.2, claim.close).start()
+        FolderLock(tmp_path, patience=30.0).close()
+        claim = FolderLock(tmp_path)
+        with pytest.raises(ValueError, match="another process is training in"):
+            FolderLock(tmp_path, patience=0.1)
+        claim.close()
 
     @pytest.mark.parametrize("how", [[], ["--resume"]])
     def test_one_that_another_has_trained_meanwhile_is_left_alone(self, finished, capsys, tmp_path, monkeypatch, how):

@@ -14,7 +14,7 @@ from helpers.forked_jobs import FORKED
 
 from petra.distributed import Recovery, launch
 from petra.distributed.launch import Launcher
-from petra.distributed.membership import DONE
+from petra.distributed.membership import DONE, Membership
 
 SMALL = [
     *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--stages", "4"),
@@ -26,6 +26,10 @@ LIMIT = 240
 
 def weights(folder):
     return json.loads((folder / "summary.json").read_text())["weights_sha256"]
+
+
+def best(folder):
+    return (folder / "best.safetensors").read_bytes()
 
 
 def job(arguments, fault, log):
@@ -53,7 +57,7 @@ def run(folder, *arguments, fault=""):
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
     run(folder)
-    return weights(folder)
+    return folder
 
 
 @pytest.mark.timeout(LIMIT)
@@ -71,13 +75,16 @@ def alone(tmp_path_factory):
         (("--ranks", 4), "kill:1:25,kill:3:25", "another one takes its place", 14),
         (("--ranks", 4), "kill:1:25,kill:2:25", "another one takes its place", 100),  # neighbours
         (("--ranks", 4, "--timeout", 3), "kill:1:25,stop:3:25", "another one takes its place", 14),
+        (("--ranks", 2), "kill-start:1:0", "another one takes its place", 0),  # there are files, but no tick
+        (("--ranks", 4), "kill:1:45,kill-restore:3:45", "process 3 was ended by SIGKILL", 14),  # after the best epoch
     ],
 )
 def test_a_lost_process_is_replaced(arguments, fault, says, repeated, alone, tmp_path):
     """The job goes on from a snapshot that is not older than asked for, but for what ranks are ahead of each other."""
     said = run(tmp_path / "run", *arguments, "--snapshot-every", 10, fault=fault)
     assert says in said
-    assert weights(tmp_path / "run") == alone
+    assert weights(tmp_path / "run") == weights(alone)
+    assert best(tmp_path / "run") == best(alone)
     starts = [int(found) for found in re.findall(r"continuing from micro-batch (\d+)", said)]
     ticks = [int(tick) for tick in re.findall(r":(\d+)(?:,|$)", fault)]
     assert min(starts) >= min(ticks) - repeated
@@ -126,6 +133,67 @@ class TestLauncher:
         assert launcher.run() == 1
         launcher.kill_all()
         assert "no process can take over" in capfd.readouterr().err
+
+    def test_a_spare_that_is_used_is_replaced_by_a_new_one(self, monkeypatch, capfd):
+        script = 'if [ "$RANK" = 1 ]; then kill -9 $$; else exec sleep 0.5; fi'
+        launcher = self.launcher(monkeypatch, script, spares=1, replacements=1)
+        assert launcher.run() == 0
+        launcher.kill_all()
+        assert launcher._roster.members == (0, 2)
+        assert launcher._spares == [3]
+        assert "another one takes its place" in capfd.readouterr().err
+
+    def test_a_process_that_is_set_aside_is_used_later(self, monkeypatch, capfd):
+        script = 'case "$RANK" in 0) sleep 0.5;& 1) kill -9 $$;; *) exec sleep 1;; esac'
+        launcher = self.launcher(monkeypatch, script, processes=4, replicas=2, replacements=0)
+        monkeypatch.setattr(launch, "LOSS_WINDOW", 0.0)
+        assert launcher.run() == 0
+        launcher.kill_all()
+        said = capfd.readouterr().err
+        assert "process 1 was ended by SIGKILL: the other processes take over its stages" in said
+        assert "process 0 was ended by SIGKILL: another one takes its place" in said
+        assert launcher._roster.members == (3, 2)
+
+    def test_a_process_is_started_for_a_suspect_and_ended_when_that_comes_back(self, monkeypatch):
+        launcher = self.launcher(monkeypatch, "exec sleep 100", replacements=3)
+        launcher._start(), launcher._start()
+        membership = Membership(launcher._store, 0)
+        try:
+            for _ in range(3):
+                membership.report_suspects(launcher._roster, [1])
+                launcher._read_reports()
+                launcher._end_early()
+            assert launcher._spares == [2]
+            assert launcher._replacements == 2
+            monkeypatch.setattr(launch, "SUSPICION_WINDOW", 0.0)
+            launcher._end_early()
+            assert launcher._spares == []
+            assert launcher._replacements == 3
+            assert launcher._started[2].poll() == -signal.SIGKILL
+            launcher._read_reports()  # nothing is reported
+            assert len(launcher._started) == 3
+        finally:
+            launcher.kill_all()
+
+    def test_a_process_that_was_started_for_a_suspect_takes_its_place(self, monkeypatch, capfd):
+        launcher = self.launcher(monkeypatch, "exec sleep 100", replacements=3)
+        launcher._start(), launcher._start()
+        membership = Membership(launcher._store, 0)
+        try:
+            membership.report_suspects(launcher._roster, [1])
+            membership.report_lost(launcher._roster, 1, "rank 1 is stuck")
+            launcher._read_reports()
+            assert launcher._spares == [2]
+            codes = launcher._codes()
+            assert codes == {0: None, 1: -signal.SIGKILL}
+            assert launcher._recover([1], codes)
+            monkeypatch.setattr(launch, "SUSPICION_WINDOW", 0.0)
+            launcher._end_early()
+            assert launcher._roster.members == (0, 2)
+            assert launcher._started[2].poll() is None
+            assert launcher._replacements == 2
+        finally:
+            launcher.kill_all()
 
     def test_an_error_of_a_process_is_not_a_loss(self, monkeypatch, capfd):
         launcher = self.launcher(monkeypatch, 'if [ "$RANK" = 0 ]; then exit 2; else exit 1; fi')

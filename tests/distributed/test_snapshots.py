@@ -1,18 +1,25 @@
 """Snapshots: what is sent between processes arrives unchanged, and all agree on the last one that is complete."""
 
 import json
-from collections import deque
+import pickle
+from collections import Counter, deque
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petra.distributed import RankPosition, Snapshots, membership
-from petra.distributed.membership import DONE, JobEnded, Membership, Roster, publish, suspect_key
-from petra.distributed.snapshots import Snapshot, needed, neighbours, with_weights_of, without_weights
-from petra.distributed.state_exchange import StateChannel
-from petra.pipeline.host_state import HostBuffers, copy_to_host
+from petra.distributed import LostRank, ProcessTransport, RankPosition, SingleProcess, Snapshots, membership
+from petra.distributed.io_thread import IOThread
+from petra.distributed.membership import DONE, JobEnded, Membership, Roster, lost_key, publish
+from petra.distributed.packed_state import HostMemory, PackedState, StatePacker
+from petra.distributed.snapshots import Snapshot, SnapshotMemory, join, needed, neighbours, split
+from petra.distributed.state_exchange import Ring, StateChannel
+from petra.runs.resume import restore
+from petra.trainer.progress import RunProgress
 
 
 class DictStore(dict):
@@ -26,13 +33,14 @@ class DictStore(dict):
         return all(key in self for key in keys)
 
 
-def sent(state):
-    """A state after it went through a channel."""
+def sent(*states):
+    """States after they went through a channel together."""
     wire = deque()
-    StateChannel(lambda t: wire.append(t.clone())).send(state)
-    received = StateChannel(lambda t: t.copy_(wire.popleft())).receive()
+    packed = [StatePacker().pack(state) for state in states]
+    StateChannel(lambda t: wire.append(t.clone())).send(packed)
+    received = StateChannel(lambda t: t.copy_(wire.popleft())).receive([HostMemory() for _ in range(2)])
     assert not wire
-    return received
+    return [one.unpack() for one in received]
 
 
 def test_a_state_arrives_with_its_bits_layouts_and_plain_values():
@@ -46,7 +54,7 @@ def test_a_state_arrives_with_its_bits_layouts_and_plain_values():
         "row": torch.randn(4, 6)[:, 2],
         "expanded": torch.randn(1, 3).expand(4, 3),
     }
-    received = sent(copy_to_host(state, HostBuffers()).state)
+    (received,) = sent(state)
     assert received["stages"][0]["images"].stride() == images.stride()
     assert received["stages"][0]["shape"] == torch.Size([2, 3])
     assert received["dtype"] is torch.float64
@@ -55,6 +63,41 @@ def test_a_state_arrives_with_its_bits_layouts_and_plain_values():
         assert torch.equal(received[name], state[name])
     assert torch.equal(received["stages"][0]["images"], images)
     assert received["stages"][3][0].item() is True
+
+
+def test_states_are_sent_together():
+    shared = torch.randn(3)
+    sparse = torch.eye(3).to_sparse()
+    first, second = sent({"a": shared, "b": shared, "size": torch.device("cpu")}, [sparse, {}])
+    assert torch.equal(first["a"], shared)
+    assert first["a"] is first["b"]
+    assert first["size"] == torch.device("cpu")
+    assert torch.equal(second[0].to_dense(), torch.eye(3))
+    assert sent([1]) == [[1]]
+
+
+def test_memory_is_used_again_and_follows_the_state():
+    packer = StatePacker()
+    before = packer.pack([torch.ones(5), torch.ones(2, dtype=torch.int8)])
+    after = packer.pack([torch.full((5,), 2.0), torch.ones(2, dtype=torch.int8)])
+    assert after.data.data_ptr() == before.data.data_ptr()
+    assert torch.equal(before.unpack()[0], torch.full((5,), 2.0))  # overwritten
+    kept = after.unpack()
+    packer.pack([torch.full((5,), 3.0), torch.ones(2, dtype=torch.int8)])
+    larger = packer.pack({"other": torch.arange(1000), "more": torch.ones(3)})
+    assert torch.equal(larger.unpack()["other"], torch.arange(1000))
+    assert torch.equal(packer.pack(torch.zeros(())).unpack(), torch.zeros(()))
+    assert torch.equal(kept[0], torch.full((5,), 2.0))  # a copy
+
+
+def test_only_plain_values_are_packed_and_read():
+    with pytest.raises(TypeError, match="an object of type Counter"):
+        StatePacker().pack({"counts": Counter("a")})
+    with pytest.raises(TypeError, match="a state holds"):
+        StatePacker().pack({"function": print})
+    harmful = torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
+        PackedState(harmful, torch.empty(0, dtype=torch.uint8)).unpack()
 
 
 @given(ranks=st.integers(1, 5), replicas=st.integers(1, 4))
@@ -71,8 +114,21 @@ def test_every_process_has_one_neighbour_that_holds_its_state(ranks, replicas):
 def test_a_twin_adds_its_weights():
     state = {"run": 1, "stages": {2: {"weights": "shared", "flight": "own"}}}
     twin = {"run": 2, "stages": {2: {"weights": "shared", "flight": "other"}}}
-    assert without_weights(state) == {"run": 1, "stages": {2: {"flight": "own"}}}
-    assert with_weights_of(without_weights(state), twin) == state
+    assert split(state)[0] == {"run": 1, "stages": {2: {"flight": "own"}}}
+    assert join(split(state)[0], split(twin)[1]) == state
+    from_twin, to_twin = deque(), []
+    StateChannel(from_twin.append).send(SnapshotMemory().pack(twin)[:1])
+    snapshots = Snapshots(50, Membership(DictStore(), 0))
+    snapshots._transport = SimpleNamespace(position=RankPosition(0, 1, 0, 2))
+    source = StateChannel(lambda t: t.copy_(from_twin.popleft()))
+    snapshots._ring = Ring(StateChannel(to_twin.append), source, lambda: None)
+    snapshots._threads = IOThread("to"), IOThread("from")
+    snapshots.after_tick(5, lambda: state)
+    for task in snapshots._tasks:
+        task.result(10.0)
+    assert snapshots.pending.state((0, 0)) == state
+    assert snapshots.pending.state((0, 1)) == twin
+    assert [size for size in to_twin[0].tolist() if size >= 0] == [to_twin[1].numel(), 0]  # no weights
 
 
 @pytest.mark.parametrize(
@@ -99,6 +155,14 @@ def test_a_snapshot_that_has_not_arrived_everywhere_does_not_count():
     assert begun
 
 
+def test_after_a_recovery_each_part_is_in_two_processes_again():
+    parts = [[[rank, 0], [(rank - 1) % 4, 0]] for rank in range(4)]
+    reports = [[True, [] if rank == 1 else [[20, 4, 1, parts[rank]]]] for rank in range(4)]
+    for rank in range(4):
+        found, _ = recovered(reports, rank)
+        assert sorted(found.parts) == sorted(map(tuple, parts[rank]))
+
+
 def recovered(reports, process):
     class Transport:
         position = RankPosition(process, len(reports))
@@ -122,6 +186,34 @@ def recovered(reports, process):
     return snapshots.recover(Transport())
 
 
+def test_a_rank_that_is_lost_while_others_restore_a_state_is_no_damage_of_the_state():
+    class Source:
+        folder = "the snapshot"
+
+        def run(self):
+            return {"data": "same", "progress": asdict(RunProgress()), "layout": {}}
+
+        def stage(self, index, replica=0):
+            raise LostRank("cannot receive")
+
+    trainer = SimpleNamespace(transport=SingleProcess(), layout={}, stages=[SimpleNamespace(index=0)])
+    with pytest.raises(LostRank):
+        restore(Source(), trainer, SimpleNamespace(), "same")
+
+
+def test_an_interrupted_transport_opens_no_channels():
+    """They would be opened with processes of another generation, or wait for them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        transport = ProcessTransport()
+        transport.open_ring((0, 0), (0, 0)).close()
+        transport.interrupt()
+        with pytest.raises(LostRank, match="another generation"):
+            transport.open_ring((0, 0), (0, 0))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_other_ranks_need_the_parts_of_all_ranks():
     assert needed(RankPosition(1, 2, 0, 1), 2, 1) == [(1, 0)]
     assert needed(RankPosition(1, 2, 1, 2), 3, 2) == [(0, 1), (1, 1), (2, 1)]
@@ -138,16 +230,29 @@ class TestMembership:
     def test_a_process_that_does_not_get_ready_is_reported(self, monkeypatch):
         store = DictStore()
         publish(store, Roster(1, (0, 2, 3)))
+        store["petra/started/3"] = b""
         monkeypatch.setattr(membership, "START_LIMIT", 0.2)
 
         def give_up(seconds):
-            if suspect_key(1) in store:
+            if lost_key(1) in store:
                 publish(store, Roster(2, ()))
 
         monkeypatch.setattr(membership.time, "sleep", give_up)
         with pytest.raises(JobEnded):
-            Membership(store, 0).wait(Roster(0, (0, 1, 3)), timeout=0.1)
-        assert json.loads(store[suspect_key(1)])[0] == 3  # it was there before, so it has less time than a new one
+            Membership(store, 0).wait(None, timeout=0.1)
+        assert json.loads(store[lost_key(1)])[0] == 3  # it was there before, so it has less time than a new one
+
+    def test_a_new_process_that_gets_ready_while_others_look_is_not_late(self):
+        class SlowStore(DictStore):
+            def check(self, keys):
+                found = super().check(keys)
+                if any(key.endswith("/3") for key in keys):
+                    self.update({"petra/ready/1/3": b"", "petra/started/3": b""})
+                return found
+
+        store = SlowStore()
+        Membership(store, 0)._report_late(Roster(1, (3,)), 3.0, timeout=2.0)
+        assert lost_key(1) not in store
 
     def test_the_end_of_a_job_ends_the_processes_that_wait(self):
         store = DictStore()

@@ -91,6 +91,53 @@ def test_a_process_that_computes_while_the_others_wait_is_no_deadlock(store):
     assert exits == []
 
 
+class Reports:
+    """Stands for a membership, and keeps what is reported to the launcher."""
+
+    generation = 0
+
+    def __init__(self):
+        self.lost, self.suspects = [], []
+
+    def report_lost(self, roster, process, reason):
+        self.lost.append(process)
+
+    def report_suspects(self, roster, processes):
+        self.suspects.append(processes)
+
+
+def watched(store, timeout):
+    reports, activity = Reports(), Activity()
+    generation = Generation(reports, Roster(0, (0, 1)), lambda: None)
+    dogs = [Watchdog(store, rank, ["a", "b"], activity, timeout, generation=generation) for rank in range(2)]
+    return *dogs, reports
+
+
+def test_a_process_that_is_silent_while_it_waits_is_lost_and_not_the_one_that_waits_for_it(store):
+    dog, other, reports = watched(store, 5.0)
+    for one, rank in ((dog, 1), (other, 0)):
+        one._activity.now("forward", 3)
+        one._activity.set_up = True
+        one._activity.waiting(rank).__enter__()
+    poll(dog, other, times=2)
+    poll(dog, times=40)
+    assert set(reports.lost) == {1}
+
+
+def test_the_launcher_knows_a_suspect_long_before_the_timeout(store):
+    dog, other, reports = watched(store, 2.0)
+    poll(dog, other, times=20)
+    poll(dog, times=6)  # of 0.1 s each, the first of which finds a new status
+    assert reports.suspects == []
+    poll(dog, times=14)
+    assert reports.suspects == [[1]] * 14
+    assert reports.lost == []
+    poll(dog, times=2)
+    assert reports.lost == [1]
+    poll(other, dog)
+    assert len(reports.suspects) == 16
+
+
 def test_a_process_that_is_stuck_reports_itself(store, capsys):
     dog, other, exits = two_watchdogs(store)
     poll(dog, other, times=30)  # setting up

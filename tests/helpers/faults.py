@@ -1,8 +1,9 @@
 """Fault injection: a rank dies, hangs, or cannot write.
 
 `PETRA_FAULT=kill:1:17` kills rank 1 in its tick 17; several faults are separated by commas. The kinds are `kill`,
-`hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the way),
-`cut` (shuts down all its connections), `full-disk` (from that tick on, writing checkpoints fails) and `slow-disk`
+`kill-start` (after it has written the first files), `kill-restore` (while it restores the state after the first
+recovery), `hang` (computes forever), `stop` (SIGSTOP for the whole process), `corrupt` (changes its next message on the
+way), `cut` (shuts down all its connections), `full-disk` (from that tick on, writing checkpoints fails) and `slow-disk`
 (from that tick on, it takes a second per file). A job that torchrun has restarted has no fault, nor has a process that
 replaces a lost one.
 """
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from soak.hooks import disconnect
@@ -26,12 +27,13 @@ from petra.distributed import ProcessTransport
 from petra.distributed.job import restart_count
 from petra.distributed.membership import is_replacement
 from petra.pipeline import Stage
+from petra.runs import run as run_module
 from petra.runs.run import Run
 from petra.schedule import Action
 from petra.trainer import checkpoint
 from petra.trainer.trainer import Trainer
 
-KINDS = ("kill", "hang", "stop", "corrupt", "cut", "full-disk", "slow-disk")
+KINDS = ("kill", "kill-start", "kill-restore", "hang", "stop", "corrupt", "cut", "full-disk", "slow-disk")
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,34 @@ def install() -> None:
 
         def start(run: Run) -> None:
             for fault in faults if not started else ():  # not after a recovery
-                fail_at(run.trainer, fault)
+                if fault.kind == "kill-restore":
+                    kill_in_restore(fault.rank, run.transport.position.rank)
+                elif fault.kind != "kill-start":
+                    fail_at(run.trainer, fault)
             started.append(run)
 
         Run.on_start.append(start)
+        for fault in faults:
+            if fault.kind == "kill-start":
+                kill_after_first_files(fault.rank)
+
+
+def kill_after_first_files(rank: int) -> None:
+    """Kill the process that is the rank when it has written the first files of a run."""
+    prepare_folder = Run._prepare_folder
+
+    def prepare(run: Run, *given: Any, **named: Any) -> None:
+        prepare_folder(run, *given, **named)
+        if run.transport.position.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Run._prepare_folder = prepare  # type: ignore[method-assign]
+
+
+def kill_in_restore(rank: int, own: int) -> None:
+    """Kill this process when it restores a state, if it is that of the rank."""
+    if own == rank:
+        run_module.restore = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
 
 
 def fail_at(trainer: Trainer, fault: Fault) -> None:

@@ -9,7 +9,7 @@ Start with `transport.py`, the interface of communication, and `rank_mailbox.py`
 - `job.py` connects the processes of a job, `watchdog.py` ends the job if one of them dies or hangs, and `launch.py`
   starts them on one machine.
 - `resilient.py` continues a job that has lost a process: `launch.py` replaces it and begins a new generation
-  (`membership.py`), which continues from snapshots in memory (`snapshots.py`, `state_exchange.py`).
+  (`membership.py`), which continues from snapshots in memory (`snapshots.py`, `packed_state.py`, `state_exchange.py`).
 """
 
 from petra.distributed.job import JobFailed, ReportedElsewhere, join

@@ -14,7 +14,18 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from petra.distributed.membership import DONE, MEMBER, PROGRESS, REPLACEMENT, Roster, publish, renewal_key, suspect_key
+from petra.distributed.membership import (
+    DONE,
+    MEMBER,
+    PROGRESS,
+    REPLACEMENT,
+    Roster,
+    call_key,
+    lost_key,
+    publish,
+    renewal_key,
+    suspects_key,
+)
 
 PATIENCE = 15.0
 """Seconds that the other processes have to end after one has failed; more than `watchdog.SILENCE_LIMIT`."""
@@ -24,6 +35,8 @@ POLL = 0.02
 """Seconds between two polls of the processes."""
 LOSS_WINDOW = 5.0
 """Seconds within which several losses count as one."""
+SUSPICION_WINDOW = 5.0
+"""Seconds without a new report after which a process is not suspected any more."""
 STOP_WINDOW = 10.0
 """Seconds after the start of a generation in which a process may miss a signal to stop."""
 
@@ -87,9 +100,11 @@ class Launcher:
         self._started: list[subprocess.Popen[bytes]] = []  # by the number of the process
         self._roster = Roster(0, tuple(range(processes)))
         self._spares: list[int] = []
+        self._early: list[int] = []  # those of them that were started because of a suspicion
         self._replacements = 0 if recovery is None else recovery.replacements
         self._losses, self._last_loss, self._progress = 0, -LOSS_WINDOW, -1  # since the job last made progress
         self._stopped, self._published = False, 0.0
+        self._suspicion = 0.0  # when the last report of suspects came
 
     def run(self) -> int:
         """Start the processes, and wait until all have ended.
@@ -163,8 +178,8 @@ class Launcher:
                 if failed or 0 in codes.values() or not self._recover(lost, codes):
                     deadline = time.monotonic() + PATIENCE
             if self._recovery is not None and not self._stopped:
-                self._end_suspect()
-                self._renew()
+                self._read_reports()
+                self._end_early()
             time.sleep(POLL)
 
     def _codes(self) -> Mapping[int, int | None]:
@@ -201,7 +216,7 @@ class Launcher:
     def _may_go_on(self, who: str) -> bool:
         """Return whether the job has made progress between the last losses; otherwise end it."""
         progress = int(self._store.get(PROGRESS)) if self._store.check([PROGRESS]) else -1
-        if progress > self._progress:
+        if progress != self._progress:  # less, if all have started again from a checkpoint
             self._losses, self._progress = 0, progress
         now = time.monotonic()
         if self._losses == 0 or now - self._last_loss > LOSS_WINDOW:
@@ -220,6 +235,38 @@ class Launcher:
         self._replacements -= 1
         return self._start(position)
 
+    def _read_reports(self) -> None:
+        """Do what the processes ask for."""
+        generation = self._roster.generation
+        if self._store.check([call_key(generation)]):
+            self._store.delete_key(call_key(generation))
+            self._start_early()
+            self._end_lost()
+            self._renew()
+
+    def _start_early(self) -> None:
+        """Start a process for each one that is suspected to be lost, so that it is ready when that is certain."""
+        key = suspects_key(self._roster.generation)
+        if not self._store.check([key]):
+            return
+        suspects = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        self._suspicion = time.monotonic()
+        for suspect in suspects[len(self._spares) :]:
+            if self._replacements > 0:
+                self._replacements -= 1
+                self._early.append(self._start(self._roster.members.index(suspect)))
+                self._spares.append(self._early[-1])
+
+    def _end_early(self) -> None:
+        """End the processes that have been started for suspects which are not suspected any more."""
+        if self._early and time.monotonic() - self._suspicion > SUSPICION_WINDOW:
+            for process in set(self._early) & set(self._spares):
+                self._spares.remove(process)
+                self._kill(process)
+                self._replacements += 1
+            self._early.clear()
+
     def _renew(self) -> None:
         """Begin a generation of the same processes, because one of them has lost a message or a connection."""
         who = "a message or a connection was lost"
@@ -237,15 +284,18 @@ class Launcher:
         _print(f"{reason}; --resume continues from the last checkpoint, if there is one")
         publish(self._store, Roster(self._roster.generation + 1, ()))
 
-    def _end_suspect(self) -> None:
+    def _end_lost(self) -> None:
         """Kill a process that others report as stuck, so that it can be replaced."""
-        key = suspect_key(self._roster.generation)
+        key = lost_key(self._roster.generation)
         if self._store.check([key]):
             member, reason = json.loads(self._store.get(key))
             if self._started[member].poll() is None:
                 _print(reason)
-                self._started[member].kill()
-                self._started[member].wait()
+                self._kill(member)
+
+    def _kill(self, member: int) -> None:
+        self._started[member].kill()
+        self._started[member].wait()
 
     def _exit_code(self) -> int:
         codes = self._codes()

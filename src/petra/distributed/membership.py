@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,7 +81,7 @@ class Membership:
 
         Args:
             after: The last generation that this process was in; None for none.
-            timeout: The seconds that a process of that generation has to get ready.
+            timeout: The seconds that a process has to get ready which has been ready before.
 
         Returns:
             The processes.
@@ -91,23 +92,24 @@ class Membership:
         while True:
             roster = self._wait_for_roster(-1 if after is None else after.generation)
             self._store.set(_ready(roster.generation, self.number), "")
+            self._store.set(_started(self.number), "")
             keys = [_ready(roster.generation, other) for other in roster.members]
             began = time.monotonic()
             while self.generation == roster.generation:
                 if self._store.check(keys):
                     return roster
                 self._check_not_done()
-                self._report_late(roster, after, time.monotonic() - began, timeout)
+                self._report_late(roster, time.monotonic() - began, timeout)
                 time.sleep(POLL)
 
-    def _report_late(self, roster: Roster, before: Roster | None, seconds: float, timeout: float) -> None:
+    def _report_late(self, roster: Roster, seconds: float, timeout: float) -> None:
         """Report the first process that is not ready in time."""
         if seconds < min(timeout, START_LIMIT):
             return
         for position, member in enumerate(roster.members):
-            known = before is not None and member in before.members
-            late = seconds > (timeout if known else START_LIMIT)
-            if late and not self._store.check([_ready(roster.generation, member)]):
+            # In this order: a process that gets ready between the two has been found not to have started.
+            limit = timeout if self._store.check([_started(member)]) else START_LIMIT
+            if seconds > limit and not self._store.check([_ready(roster.generation, member)]):
                 self.report_lost(roster, position, f"process {member} has not been ready for {seconds:.0f} s")
                 return
 
@@ -151,7 +153,18 @@ class Membership:
             process: The position of the process in the roster.
             reason: Why it is taken for lost.
         """
-        self._store.set(suspect_key(roster.generation), json.dumps([roster.members[process], reason]))
+        self._store.set(lost_key(roster.generation), json.dumps([roster.members[process], reason]))
+        self._call_launcher(roster)
+
+    def report_suspects(self, roster: Roster, processes: Sequence[int]) -> None:
+        """Name processes that may have to be replaced soon. It is repeated for as long as they are suspected.
+
+        Args:
+            roster: The processes of this generation.
+            processes: The positions of the processes in the roster.
+        """
+        self._store.set(suspects_key(roster.generation), json.dumps([roster.members[one] for one in processes]))
+        self._call_launcher(roster)
 
     def ask_for_another(self, roster: Roster) -> None:
         """Ask the launcher for another generation of the same processes, because a connection or a message was lost.
@@ -160,6 +173,11 @@ class Membership:
             roster: The processes of this generation.
         """
         self._store.set(renewal_key(roster.generation), "")
+        self._call_launcher(roster)
+
+    def _call_launcher(self, roster: Roster) -> None:
+        """Make the launcher read what was reported; it polls one key only."""
+        self._store.set(call_key(roster.generation), "")
 
     def report_done(self) -> None:
         """Tell the launcher that the work is done: who ends now is not lost."""
@@ -173,7 +191,7 @@ class Membership:
         """Tell the launcher how far the job has come.
 
         Args:
-            value: A number that grows.
+            value: Another number than the last one.
         """
         self._store.set(PROGRESS, str(value))
 
@@ -195,9 +213,19 @@ def is_replacement() -> bool:
     return member_number() is not None and REPLACEMENT in os.environ
 
 
-def suspect_key(generation: int) -> str:
+def call_key(generation: int) -> str:
+    """Return the key that is there if something was reported to the launcher."""
+    return f"petra/call/{generation}"
+
+
+def lost_key(generation: int) -> str:
     """Return the key of the report about a process that hangs."""
-    return f"petra/suspect/{generation}"
+    return f"petra/lost/{generation}"
+
+
+def suspects_key(generation: int) -> str:
+    """Return the key of the processes that may have to be replaced soon."""
+    return f"petra/suspects/{generation}"
 
 
 def renewal_key(generation: int) -> str:
@@ -211,3 +239,7 @@ def _roster(generation: int) -> str:
 
 def _ready(generation: int, member: int) -> str:
     return f"petra/ready/{generation}/{member}"
+
+
+def _started(member: int) -> str:
+    return f"petra/started/{member}"

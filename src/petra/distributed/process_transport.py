@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from petra.distributed.io_thread import IOThread, run_immediately
 from petra.distributed.malloc import keep_freed_memory
 from petra.distributed.message_header import check_header, checksum, empty_header, make_header, payload
-from petra.distributed.state_exchange import Ring, StateChannel
+from petra.distributed.packed_state import HostMemory
+from petra.distributed.state_exchange import LARGEST, Ring, StateChannel
 from petra.distributed.transport import (
     PendingReceive,
     RankPosition,
@@ -337,7 +338,9 @@ class ProcessTransport(Transport):
             if process == source:
                 self._state_channel(self._world_group, to, None).send(state)
             elif process == to:
-                return self._state_channel(self._world_group, None, source).receive()
+                return self._state_channel(self._world_group, None, source).receive(
+                    [HostMemory() for _ in range(LARGEST)]
+                )
         return None
 
     def _state_channel(self, group: dist.ProcessGroup, to: int | None, source: int | None) -> StateChannel:

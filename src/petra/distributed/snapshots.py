@@ -18,15 +18,37 @@ from typing import Any
 
 from petra.distributed.io_thread import IOThread
 from petra.distributed.membership import Membership
+from petra.distributed.packed_state import HostMemory, PackedState, StatePacker
 from petra.distributed.process_transport import ProcessTransport
 from petra.distributed.state_exchange import Ring
 from petra.distributed.transport import RankPosition, Transport
-from petra.pipeline.host_state import HostBuffers, copy_to_host
 
 State = dict[str, Any]
 """The state of a process: `run`, `stages` (with `weights` and `flight`), and other values."""
 Part = tuple[int, int]
 """A rank and a replica."""
+PackedPart = tuple[PackedState, ...]
+"""The state of a process in two: all but the weights, and the weights of its stages."""
+
+
+class SnapshotMemory:
+    """The memory of a snapshot in one process: for its own state, and for that of its neighbour."""
+
+    def __init__(self) -> None:
+        self._packers = StatePacker(), StatePacker()
+        self.received = HostMemory(), HostMemory()
+        """For the state of the neighbour."""
+
+    def pack(self, state: State) -> PackedPart:
+        """Copy the state of this process into this memory.
+
+        Args:
+            state: The state.
+
+        Returns:
+            The packed state.
+        """
+        return tuple(packer.pack(half) for packer, half in zip(self._packers, split(state), strict=True))
 
 
 @dataclass
@@ -36,10 +58,22 @@ class Snapshot:
     tick: int
     ranks: int
     replicas: int
-    parts: dict[Part, State] = field(default_factory=dict)
+    parts: dict[Part, PackedPart] = field(default_factory=dict)
     """The states of processes: its own, and that of its neighbour."""
-    buffers: HostBuffers | None = None
-    """The memory of its own state."""
+    memory: SnapshotMemory | None = None
+    """The memory of the states."""
+
+    def state(self, part: Part) -> State:
+        """Return a copy of the state of a process.
+
+        Args:
+            part: Its position.
+
+        Returns:
+            The state.
+        """
+        rest, weights = self.parts[part]
+        return join(rest.unpack(), weights.unpack())
 
 
 class Snapshots:
@@ -64,7 +98,7 @@ class Snapshots:
         self._tasks: list[Future[Any]] = []
         self._answers: deque[Callable[[], list[float]]] = deque()
         self._due = 0
-        self._buffers = [HostBuffers(), HostBuffers()]
+        self._memory = SnapshotMemory(), SnapshotMemory()
 
     def connect(self, transport: Transport) -> None:
         """Connect to the neighbours of this generation; all processes call it.
@@ -133,22 +167,20 @@ class Snapshots:
         assert self._ring is not None
         assert self._threads is not None
         position = self._transport.position
-        used = None if self.complete is None else self.complete.buffers
-        buffers = next(one for one in self._buffers if one is not used)
-        copy = copy_to_host(state, buffers)
-        own = copy.state
-        self.pending = Snapshot(tick, position.ranks, position.replicas, {self._own: own}, buffers)
+        used = None if self.complete is None else self.complete.memory
+        memory = next(one for one in self._memory if one is not used)
+        own = memory.pack(state)
+        self.pending = Snapshot(tick, position.ranks, position.replicas, {self._own: own}, memory)
         ring, parts = self._ring, self.pending.parts
         neighbour = neighbours(position)[1]
         twins = position.replicas > 1
 
         def receive() -> None:
-            received = ring.source.receive()
-            parts[neighbour] = with_weights_of(received, own) if twins else received
+            received = ring.source.receive(memory.received)
+            parts[neighbour] = (*received, *own[len(received) :])  # a twin has the same weights
 
         def send() -> None:
-            copy.wait()
-            ring.to.send(without_weights(own) if twins else own)
+            ring.to.send(own[:1] if twins else own)
 
         self._tasks = [self._threads[0].submit(send), self._threads[1].submit(receive)]
 
@@ -161,6 +193,8 @@ class Snapshots:
 
     def recover(self, transport: Transport) -> tuple[Snapshot | None, bool]:
         """Find the last snapshot that the processes hold together, and get the parts that this one needs.
+
+        Afterwards, each part is in two processes again, so that another one may be lost before the next snapshot.
 
         All processes call it at the start of a generation.
 
@@ -185,7 +219,7 @@ class Snapshots:
         restored = self.complete = own
         for part, owner in sorted(owners.items()):
             for process, position in enumerate(transport.positions()):
-                if part in needed(position, ranks, replicas) and [*part] not in _parts(reports[process][1], found):
+                if part in _held(position, ranks, replicas) and [*part] not in _parts(reports[process][1], found):
                     state = transport.move_state(own.parts.get(part), owner, process)
                     if state is not None:
                         restored.parts[part] = state
@@ -207,15 +241,23 @@ def needed(position: RankPosition, ranks: int, replicas: int) -> list[Part]:
     return [(rank, position.replica) for rank in range(ranks)]  # it may get stages of any rank
 
 
-def without_weights(state: State) -> State:
-    """Return what a twin does not have: everything but the weights and the optimizer."""
-    return {**state, "stages": {index: {"flight": stage["flight"]} for index, stage in state["stages"].items()}}
+def split(state: State) -> tuple[State, State]:
+    """Return all of a state but its weights, which differs between twins, and the weights of its stages."""
+    stages = state["stages"]
+    rest = {index: {"flight": stage["flight"]} for index, stage in stages.items()}
+    return {**state, "stages": rest}, {index: stage["weights"] for index, stage in stages.items()}
 
 
-def with_weights_of(state: State, twin: State) -> State:
-    """Return a state from `without_weights` with the weights of a twin."""
-    stages = {index: {**stage, "weights": twin["stages"][index]["weights"]} for index, stage in state["stages"].items()}
-    return {**state, "stages": stages}
+def join(rest: State, weights: State) -> State:
+    """Return the state that `split` was given."""
+    stages = {index: {**stage, "weights": weights[index]} for index, stage in rest["stages"].items()}
+    return {**rest, "stages": stages}
+
+
+def _held(position: RankPosition, ranks: int, replicas: int) -> list[Part]:
+    """Return the parts of a snapshot of so many ranks that a process holds, also for its neighbour."""
+    same = (position.ranks, position.replicas) == (ranks, replicas)
+    return [*needed(position, ranks, replicas), *([neighbours(position)[1]] if same else [])]
 
 
 Description = list[Any]

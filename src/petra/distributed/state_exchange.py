@@ -1,15 +1,19 @@
-"""Sends states, which are tensors in dictionaries and lists, from one process to another."""
+"""Sends packed states from one process to another."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from petra.distributed.packed_state import HostMemory, PackedState
+
+LARGEST = 2
+"""The most states that are sent together."""
+NONE = -1
+"""Stands for the size of a state that is not sent."""
 
 
 @dataclass(frozen=True)
@@ -34,45 +38,38 @@ class StateChannel:
     def __init__(self, transfer: Callable[[Tensor], None]) -> None:
         self._transfer = transfer
 
-    def send(self, state: Any) -> None:
-        """Send a state whose tensors are in host memory; nobody may write into them meanwhile."""
-        structure = io.BytesIO()
-        tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor)]
-        outline = {"state": tree_map_only(Tensor, _outline, state), "strides": [t.stride() for t in tensors]}
-        torch.save(outline, structure)
-        content = torch.frombuffer(bytearray(structure.getvalue()), dtype=torch.uint8)
-        self._transfer(torch.tensor([content.numel()]))
-        self._transfer(content)
-        for tensor in tensors:
-            if tensor.numel():
-                self._transfer(_flat(tensor))
+    def send(self, states: Sequence[PackedState]) -> None:
+        """Send states; nobody may pack others into their memory meanwhile.
 
-    def receive(self) -> Any:
-        """Receive a state.
+        Args:
+            states: At most `LARGEST` states.
+        """
+        sizes = [size for state in states for size in (state.outline.numel(), state.data.numel())]
+        self._transfer(torch.tensor(sizes + [NONE] * (2 * LARGEST - len(sizes))))
+        self._transfer(torch.cat([state.outline for state in states]))
+        for state in states:
+            state.wait()
+            if state.data.numel():
+                self._transfer(state.data)
+
+    def receive(self, memory: Sequence[HostMemory]) -> tuple[PackedState, ...]:
+        """Receive states.
+
+        Args:
+            memory: Where to write their data, one for each.
 
         Returns:
-            The state, in host memory.
+            The states.
         """
-        size = torch.zeros(1, dtype=torch.int64)
-        self._transfer(size)
-        content = torch.empty(int(size), dtype=torch.uint8)
-        self._transfer(content)
-        outline = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
-        strides = iter(outline["strides"])
-        state = tree_map_only(
-            Tensor, lambda t: torch.empty_strided(t.shape, next(strides), dtype=t.dtype), outline["state"]
-        )
-        for tensor in tree_leaves(state):
-            if isinstance(tensor, Tensor) and tensor.numel():
-                self._transfer(_flat(tensor))
-        return state
-
-
-def _outline(tensor: Tensor) -> Tensor:
-    """Return a tensor of one number with the shape and dtype of another."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the memory of a dense tensor as bytes."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        header = torch.full((2 * LARGEST,), NONE)
+        self._transfer(header)
+        sizes = [size for size in header.tolist() if size != NONE]
+        outlines = torch.empty(sum(sizes[::2]), dtype=torch.uint8)
+        self._transfer(outlines)
+        states = []
+        for outline, size, block in zip(outlines.split(sizes[::2]), sizes[1::2], memory, strict=False):
+            data = block.get(size)
+            if size:
+                self._transfer(data)
+            states.append(PackedState(outline, data))
+        return tuple(states)

@@ -7,7 +7,8 @@ Silence is measured in polls, not in wall time. A process that was suspended has
 not blame the others.
 
 In a job whose lost processes are replaced, the watchdog does not end the job. It asks the launcher to replace the
-process, and interrupts the communication of this one when the launcher begins a new generation.
+process, and interrupts the communication of this one when the launcher begins a new generation. Well before the
+timeout, it names the process to the launcher, which starts another one in advance.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from petra.pipeline.activity import Activity
 
 INTERVAL = 0.5
 """Seconds between two polls."""
+SHORTEST_INTERVAL = 0.1
+"""Seconds between two polls if the timeout is short and lost processes are replaced."""
+POLLS_PER_TIMEOUT = 20
+"""The polls within a short timeout."""
+SUSPICION = 0.25
+"""The share of the timeout after which another process is started, so that it is ready when the timeout is over."""
 SILENCE_LIMIT = 3.0
 """Seconds of silence after which a process counts as dead, once something has gone wrong."""
 STORE_LIMIT = 30.0
@@ -87,6 +94,8 @@ class Watchdog:
     ) -> None:
         self._store, self._process, self._names, self._activity = store, process, names, activity
         self._timeout, self._exit, self._generation = timeout, exit, generation
+        shortest = INTERVAL if generation is None else SHORTEST_INTERVAL
+        self._interval = min(INTERVAL, max(shortest, timeout / POLLS_PER_TIMEOUT))
         self._last_seen: dict[int, tuple[str, int]] = {}  # process -> its last status, and the poll that found it
         self._last_progress = (-1, 0)  # the activity counter of this process, and the poll in which it changed
         self._last_change: dict[int, tuple[list[Any], int]] = {}  # process -> its last activity, and the poll of it
@@ -181,9 +190,10 @@ class Watchdog:
     def _wait(self) -> bool:
         """Wait until the next poll, or until the generation is over; return whether to stop watching."""
         if self._generation is None:
-            return self._closing.wait(INTERVAL)
-        for _ in range(round(INTERVAL / GENERATION_INTERVAL)):
-            if self._closing.wait(GENERATION_INTERVAL):
+            return self._closing.wait(self._interval)
+        parts = round(self._interval / GENERATION_INTERVAL)
+        for _ in range(parts):
+            if self._closing.wait(self._interval / parts):
                 return True
             with suppress(RuntimeError):  # the next poll reports it
                 if self._is_over():
@@ -211,12 +221,15 @@ class Watchdog:
         self._polls += 1
         if activity.times != self._last_progress[0]:
             self._last_progress = activity.times, self._polls
-        seconds = (self._polls - self._last_progress[1]) * INTERVAL
+        seconds = (self._polls - self._last_progress[1]) * self._interval
+        suspects = []
         # Setting up has no limit, because reading and decoding data may take long.
-        if activity.set_up and not activity.waits and seconds > self._timeout:
-            name = self._names[self._process]
-            message = f"{name} is stuck in tick {activity.tick}, {activity.what}, for {seconds:.0f} s"
-            self._report_lost(self._process, message)
+        if activity.set_up and not activity.waits and seconds > SUSPICION * self._timeout:
+            suspects.append(self._process)
+            if seconds > self._timeout:
+                name = self._names[self._process]
+                message = f"{name} is stuck in tick {activity.tick}, {activity.what}, for {seconds:.0f} s"
+                self._report_lost(self._process, message)
         keys = [f"status/{process}" for process in range(len(self._names)) if process != self._process]
         own = [activity.tick, activity.what, activity.waiting_for, activity.waits, activity.times]
         status = json.dumps([self._polls, *own])
@@ -228,12 +241,16 @@ class Watchdog:
             process = int(key.rsplit("/")[-1])
             if self._last_seen.get(process, ("", 0))[0] != text:
                 self._last_seen[process] = text, self._polls
-            elif self._silence(process) > self._timeout:
-                self._report_lost(process, self._describe_lost(process))
-        self._check_deadlock(own)
+            elif self._silence(process) > SUSPICION * self._timeout:
+                suspects.append(process)
+                if self._silence(process) > self._timeout:
+                    self._report_lost(process, self._describe_lost(process))
+        if suspects and self._generation is not None:
+            self._generation.membership.report_suspects(self._generation.roster, suspects)
+        self._check_deadlock(own, not suspects)
 
-    def _check_deadlock(self, own: list[Any]) -> None:
-        """End the job if all processes wait for each other: a message was lost."""
+    def _check_deadlock(self, own: list[Any], all_alive: bool) -> None:
+        """End the job if all processes are alive and wait for each other: a message was lost."""
         known = {process: json.loads(text)[1:] for process, (text, _) in self._last_seen.items()}
         for process, activity in {**known, self._process: own}.items():
             if self._last_change.get(process, ([], 0))[0] != activity:
@@ -241,8 +258,9 @@ class Watchdog:
         everyone = len(self._last_change) == len(self._names)
         quiet = self._polls - max(poll for _, poll in self._last_change.values())
         if (
-            everyone
-            and quiet * INTERVAL > self._timeout
+            all_alive
+            and everyone
+            and quiet * self._interval > self._timeout
             and all(waits for (*_, waits, _), _ in self._last_change.values())
         ):
             where = _describe(*own[:3])
@@ -258,7 +276,7 @@ class Watchdog:
 
     def _silence(self, process: int) -> float:
         """Return the seconds since the last new status of a process; more have passed if polls took long."""
-        return (self._polls - self._last_seen[process][1]) * INTERVAL
+        return (self._polls - self._last_seen[process][1]) * self._interval
 
     def _failure_of_others(self) -> list[Any] | None:
         with self._lock:

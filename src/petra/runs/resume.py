@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from petra.distributed import LostRank, RankPosition, SingleProcess, Snapshot, Transport, run_together
+from petra.distributed.snapshots import needed
 from petra.pipeline import Diverged, MicrobatchResult
 from petra.runs.config import RunConfig
 from petra.runs.file_hashes import ChangedFile
@@ -103,7 +104,8 @@ class SnapshotSource:
     folder = "the snapshot"
 
     def __init__(self, snapshot: Snapshot, position: RankPosition) -> None:
-        self._parts, self._last = snapshot.parts, (snapshot.ranks - 1, position.replica)
+        self._parts = {part: snapshot.state(part) for part in needed(position, snapshot.ranks, snapshot.replicas)}
+        self._last = snapshot.ranks - 1, position.replica
         self._position = position
         self._same = (position.ranks, position.replicas) == (snapshot.ranks, snapshot.replicas)
 
