@@ -215,9 +215,9 @@ number of sequences per update is the same everywhere, so more replicas mean few
 | arithmetic | forward 1; backward 2; recomputation or reconstruction 1; ZBV: gradients of inputs 1, of weights 1 |
 | messages | bfloat16; one stream each way, PETRA and exact reversible: 2 forward, 4 backward |
 | memory | 16 bytes per parameter (weights, gradients, Adam); a block's graph 34 bytes per token and channel |
-| saved | PETRA, exact reversible: nothing; checkpointed: the input of every block; 1F1B, ZBV: the graph of every block |
+| saved | PETRA, exact reversible: nothing; checkpointed: inputs of all blocks; 1F1B, ZBV: their graphs |
 | working | one block's graph while it is recomputed |
-| replicas | ring all-reduce of bfloat16 gradients over 50 GB/s at the update of a stage, without overlap; optimizer 0 s |
+| replicas | ring all-reduce of bfloat16 gradients over 50 GB/s at each update of a stage, without overlap |
 
 PETRA's gradients are stale, and its k is the number of micro-batches per update of one pipeline. What that does to the
 loss is not simulated: with few micro-batches per update, a delay of a pipeline is a delay of many updates. The
