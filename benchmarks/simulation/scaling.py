@@ -172,14 +172,11 @@ def draw(curves, path):
                 for (name, own, count), found in curves.items()
                 if (name, own) == (decoder.name, method.name)
             ]
-            fits = points[0][3] <= CAPACITY
-            axis.plot(
-                [p[0] for p in points],
-                [p[1] for p in points],
-                marker=marker,
-                linestyle="-" if fits else ":",
-                label=method.name + ("" if fits else " (more than 80 GB)"),
-            )
+            counts, speeds, fits = [p[0] for p in points], [p[1] for p in points], [p[3] <= CAPACITY for p in points]
+            (line,) = axis.plot(counts, speeds, marker=marker, label=method.name)
+            missing = [(c, v) for c, v, fit in zip(counts, speeds, fits, strict=True) if not fit]
+            for point in missing:
+                axis.plot(*point, marker=marker, color=line.get_color(), markerfacecolor="white")
         axis.set_xscale("log")
         axis.set_ylim(bottom=0)
         axis.set_title(f"{decoder.name}, {decoder.workers} workers per pipeline")
@@ -199,7 +196,7 @@ number of sequences per update is the same everywhere, so more replicas mean few
 
 {sections}
 
-`!`: more than the 80 GB of a worker. Its speed is that of a worker with enough memory.
+`!`, hollow markers: more than the 80 GB of a worker. The speed is that of workers with enough memory.
 
 ## Assumptions
 
