@@ -175,7 +175,7 @@ class _Operations(TorchDispatchMode):
     """Adds up floating-point operations. PyTorch's `FlopCounterMode` cannot be used with `torch.autograd.grad`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

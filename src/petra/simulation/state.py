@@ -102,6 +102,7 @@ class State:
             if step.occupied is None:  # messages leave at once
                 arrived = end if step.latency is None else end + step.latency
             else:
+                assert step.latency is not None
                 left = np.maximum(end, self._free[step.links]) + step.occupied
                 self._free[step.links] = left
                 arrived = left + step.latency
@@ -176,14 +177,13 @@ class _PreparedStep:
         averages = step.kind == "U" and bool(reduction.any())
         busy = links is not None and bool(links.occupied.any())
         waits = links is not None and bool(links.latency.any())
+        # What the first stage sends back and the last one sends on goes to the last row, where no stage waits.
+        receivers = stages + 1 if step.kind == "F" else (stages - 1) % (cycle.stages + 1)
         return cls(
             kind=step.kind,
             stages=_index(stages) if cycle.depth == 1 else stages,
             workers=_index(step.workers),
-            # The stage before the first is the last row, and no stage waits there.
-            receivers=(_index if cycle.depth == 1 else np.asarray)(
-                stages + 1 if step.kind == "F" else (stages - 1) % (cycle.stages + 1)
-            ),
+            receivers=_index(receivers) if cycle.depth == 1 else receivers,
             microbatches=step.microbatches,
             uses="F" if step.kind == "F" else "B" if step.kind == cycle.gradient_kind else None,
             duration=seconds[stages] * speed[step.workers],
@@ -217,7 +217,9 @@ class _Links:
         numbers: dict[tuple[int, int], int],
     ) -> _Links:
         placement, stages = cycle.placement, cycle.stages
-        number, occupied, latency = [], [], []
+        number: list[int] = []
+        occupied: list[float] = []
+        latency: list[float] = []
         sending, receiving = [0.0] * stages, [0.0] * stages
         for stage in range(stages):
             to = stage + direction
