@@ -63,7 +63,9 @@ class State:
             seconds[kind] = seconds[kind] + links[kind].sending
             seconds[uses] = seconds[uses] + links[kind].receiving
         self._steps = [
-            _PreparedStep.of(step, cycle, links.get(step.kind), seconds[step.kind], speed, reduction)
+            _PreparedStep.of(
+                step, cycle, links.get(step.kind), seconds[step.kind], speed, reduction if replicas > 1 else None
+            )
             for step in cycle.steps
         ]
 
@@ -171,10 +173,9 @@ class _PreparedStep:
 
     @classmethod
     def of(
-        cls, step: Step, cycle: Cycle, links: _Links | None, seconds: Array, speed: Array, reduction: Array
+        cls, step: Step, cycle: Cycle, links: _Links | None, seconds: Array, speed: Array, reduction: Array | None
     ) -> _PreparedStep:
         stages = step.stages
-        averages = step.kind == "U" and bool(reduction.any())
         busy = links is not None and bool(links.occupied.any())
         waits = links is not None and bool(links.latency.any())
         # What the first stage sends back and the last one sends on goes to the last row, where no stage waits.
@@ -187,7 +188,7 @@ class _PreparedStep:
             microbatches=step.microbatches,
             uses="F" if step.kind == "F" else "B" if step.kind == cycle.gradient_kind else None,
             duration=seconds[stages] * speed[step.workers],
-            reduction=reduction[stages] if averages else None,
+            reduction=reduction[stages] if step.kind == "U" and reduction is not None else None,
             links=None if links is None else _index(links.number[stages]),
             occupied=links.occupied[stages] if links is not None and busy else None,
             latency=links.latency[stages] if links is not None and (busy or waits) else None,
