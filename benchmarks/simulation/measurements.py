@@ -3,13 +3,13 @@
 import statistics
 import time
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from configurations import create
 
 import petra
-
 from petra import METHODS
 from petra.measure import nbytes
 from petra.methods import BackwardMessage, Settings
@@ -194,7 +194,7 @@ def pipeline_seconds(configuration, transport, updates, scale):
     transport.extra = 0.0
     windows = min(3, updates)
     edges = [round(i * updates / windows) for i in range(windows + 1)]
-    own = [(stamps[b] - stamps[a]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    own = [(stamps[b] - stamps[a]) / (b - a) for a, b in pairwise(edges)]
     gathered = transport.gather(own)
     found = [statistics.median(row[i] for row in gathered) for i in range(windows)]
     return statistics.median(found), found

@@ -172,14 +172,11 @@ def draw(curves, path):
                 for (name, own, count), found in curves.items()
                 if (name, own) == (decoder.name, method.name)
             ]
-            fits = points[0][3] <= CAPACITY
-            axis.plot(
-                [p[0] for p in points],
-                [p[1] for p in points],
-                marker=marker,
-                linestyle="-" if fits else ":",
-                label=method.name + ("" if fits else " (more than 80 GB)"),
-            )
+            counts, speeds, fits = [p[0] for p in points], [p[1] for p in points], [p[3] <= CAPACITY for p in points]
+            (line,) = axis.plot(counts, speeds, marker=marker, label=method.name)
+            missing = [(c, v) for c, v, fit in zip(counts, speeds, fits, strict=True) if not fit]
+            for point in missing:
+                axis.plot(*point, marker=marker, color=line.get_color(), markerfacecolor="white")
         axis.set_xscale("log")
         axis.set_ylim(bottom=0)
         axis.set_title(f"{decoder.name}, {decoder.workers} workers per pipeline")
@@ -199,7 +196,7 @@ number of sequences per update is the same everywhere, so more replicas mean few
 
 {sections}
 
-`!`: more than the 80 GB of a worker. Its speed is that of a worker with enough memory.
+`!`, hollow markers: more than the 80 GB of a worker. The speed is that of workers with enough memory.
 
 ## Assumptions
 
@@ -215,9 +212,9 @@ number of sequences per update is the same everywhere, so more replicas mean few
 | arithmetic | forward 1; backward 2; recomputation or reconstruction 1; ZBV: gradients of inputs 1, of weights 1 |
 | messages | bfloat16; one stream each way, PETRA and exact reversible: 2 forward, 4 backward |
 | memory | 16 bytes per parameter (weights, gradients, Adam); a block's graph 34 bytes per token and channel |
-| saved | PETRA, exact reversible: nothing; checkpointed: the input of every block; 1F1B, ZBV: the graph of every block |
+| saved | PETRA, exact reversible: nothing; checkpointed: inputs of all blocks; 1F1B, ZBV: their graphs |
 | working | one block's graph while it is recomputed |
-| replicas | ring all-reduce of bfloat16 gradients over 50 GB/s at the update of a stage, without overlap; optimizer 0 s |
+| replicas | ring all-reduce of bfloat16 gradients over 50 GB/s at each update of a stage, without overlap |
 
 PETRA's gradients are stale, and its k is the number of micro-batches per update of one pipeline. What that does to the
 loss is not simulated: with few micro-batches per update, a delay of a pipeline is a delay of many updates. The

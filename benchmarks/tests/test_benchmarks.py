@@ -203,3 +203,31 @@ def test_ticks_of_ranks_are_measured_in_a_smoke_run_that_stores_nothing(tmp_path
     assert done.returncode == 0, done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()[-2:]] == [["1", "eager"], ["2", "eager"]]
     assert not (tmp_path / "ranks.json").exists()
+
+
+def test_a_simulated_pipeline_is_predicted_from_costs_of_its_stages_alone():
+    (module,) = import_scripts("benchmarks/simulation", "run")
+    costs = {"forward": 0.01, "backward": 0.02, "update": 0.0, "jitter": 0.0, "messages": [1000, 1000]}
+    assert str(module.Configuration.parse("4:blocks:backprop:gpipe:4:30")) == "4:blocks:backprop:gpipe:4:30"
+    # A bubble of 3/7 leaves 9/7 of the three other ranks at work, so that a rank is faster than among four that work.
+    for delay, factor in ((0, 0.5 + 0.5 * (4 * 4 / 7 - 1) / 3), (30, 0.5)):
+        configuration = module.Configuration.parse(f"4:blocks:backprop:gpipe:4:{delay}")
+        found, slowed = module.predict(configuration, [costs] * 4, 0.5, (0.0, 1e9, 0.0))
+        assert slowed == pytest.approx(factor, rel=1e-3)
+        assert found.seconds_per_update == pytest.approx(7 * 0.03 * factor + 6 * delay / 1e3, rel=1e-3)
+    with pytest.raises(ValueError, match="give RANKS:NETWORK"):
+        module.Configuration.parse("4:blocks")
+    with pytest.raises(ValueError, match="choose from blocks, transformer"):
+        module.Configuration.parse("4:block:backprop:gpipe:4:30")
+
+
+def test_a_stage_that_does_not_fit_is_marked_in_the_scaling_table():
+    (module,) = import_scripts("benchmarks/simulation", "scaling")
+    decoder, curves = module.DECODERS[0], {}
+    for method in module.METHODS:
+        curves[decoder.name, method.name, 10_000] = module.run(decoder, method, 1250, 0.0)
+    table = module.section(decoder, [1250], curves)
+    assert "| PETRA |" in table
+    assert "!" not in table
+    curves[decoder.name, "ZBV", 10_000] = (1.0, 0.5, 81e9)
+    assert "| ZBV | 81! |" in module.section(decoder, [1250], curves)

@@ -56,8 +56,9 @@ def add_to(commands: Any) -> None:
         "plan",
         description="Times every layer on all ranks at once, chooses the cut whose busiest rank has the least work, "
         "predicts tick, speed-up and memory, and compares the prediction with a short run on random data. "
-        "Ranks are processes on this machine, on CPU cores. Corrections of staleness are not included. With --simulate, "
-        "it simulates a pipeline on any number of workers instead, from the costs of layers and the speed of links.",
+        "Ranks are processes on this machine, on CPU cores. Corrections of staleness are not included. "
+        "With --simulate, it simulates a pipeline on any number of workers instead, from the costs of layers and the "
+        "speed of links.",
         epilog="Example: petra plan --model revnet18 --ranks 4 --batch-size 64 --memory-limit 500",
     )
     add_options(parser, PlanOptions, ["model"])

@@ -164,6 +164,7 @@ def report(config: PlanConfig, layers: list[list[int]], found: Simulation) -> st
         f"update: {1e3 * found.seconds_per_update:.2f} ms",
         f"throughput: {samples:.4g} samples per second of all replicas",
         f"idle: {found.bubble:.1%} of all workers' time; worker {most} limits the speed",
+        *([f"averaging gradients: {found.averaging.max():.1%} of a worker's time"] if found.replicas > 1 else []),
         f"memory: at most {mebibytes(int(memory[largest]))}, worker {largest}",
     ]
     if config.memory_limit is not None:

@@ -67,7 +67,7 @@ class StateChannel:
         outlines = torch.empty(sum(sizes[::2]), dtype=torch.uint8)
         self._transfer(outlines)
         states = []
-        for outline, size, block in zip(outlines.split(sizes[::2]), sizes[1::2], memory, strict=False):
+        for outline, size, block in zip(torch.split(outlines, sizes[::2]), sizes[1::2], memory, strict=False):
             data = block.get(size)
             if size:
                 self._transfer(data)

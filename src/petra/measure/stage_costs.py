@@ -58,6 +58,8 @@ class StageCounter:
         self._builder = StageBuilder(self.layers, method, settings, loss=loss, optimizer=self._create)
         singles = [range(i, i + 1) for i in range(len(layers))]
         self._shapes = ShapeInference(self.layers, singles, method).shapes(shapes_of(inputs))
+        self._kinds = [self._kind(i) for i in range(len(layers))]
+        self._counted: dict[Any, _Counts] = {}
 
     def costs(self, cut: range, flops_per_second: float) -> StageCosts:
         """Return the costs of a stage, whose seconds are its operations divided by the speed of a worker.
@@ -101,7 +103,20 @@ class StageCounter:
             working_bytes=counts.working,
         )
 
+    def _kind(self, i: int) -> Any:
+        """Return a value that is the same for layers with the same structure and shapes, which count the same."""
+        parameters = [(name, p.shape, p.requires_grad) for name, p in self.layers[i].named_parameters()]
+        messages = (*self._shapes.forward[i], *self._shapes.backward[i])
+        shapes = [None if t is None else (t.shape, t.dtype) for t in messages]
+        return repr(self.layers[i]), repr(parameters), repr(shapes)
+
     def _count(self, cut: range) -> _Counts:
+        key = tuple(self._kinds[i] for i in cut), cut.start == 0, cut.stop == len(self.layers)
+        if key not in self._counted:
+            self._counted[key] = self._count_new(cut)
+        return self._counted[key]
+
+    def _count_new(self, cut: range) -> _Counts:
         count = len(self.layers)
         layers = [deepcopy(layer) if i in cut else layer for i, layer in enumerate(self.layers)]
         # Only whether a stage is the last one makes a difference.
@@ -160,7 +175,7 @@ class _Operations(TorchDispatchMode):
     """Adds up floating-point operations. PyTorch's `FlopCounterMode` cannot be used with `torch.autograd.grad`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

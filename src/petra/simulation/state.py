@@ -63,7 +63,9 @@ class State:
             seconds[kind] = seconds[kind] + links[kind].sending
             seconds[uses] = seconds[uses] + links[kind].receiving
         self._steps = [
-            _PreparedStep.of(step, cycle, links.get(step.kind), seconds[step.kind], speed, reduction)
+            _PreparedStep.of(
+                step, cycle, links.get(step.kind), seconds[step.kind], speed, reduction if replicas > 1 else None
+            )
             for step in cycle.steps
         ]
 
@@ -102,6 +104,7 @@ class State:
             if step.occupied is None:  # messages leave at once
                 arrived = end if step.latency is None else end + step.latency
             else:
+                assert step.latency is not None
                 left = np.maximum(end, self._free[step.links]) + step.occupied
                 self._free[step.links] = left
                 arrived = left + step.latency
@@ -170,24 +173,22 @@ class _PreparedStep:
 
     @classmethod
     def of(
-        cls, step: Step, cycle: Cycle, links: _Links | None, seconds: Array, speed: Array, reduction: Array
+        cls, step: Step, cycle: Cycle, links: _Links | None, seconds: Array, speed: Array, reduction: Array | None
     ) -> _PreparedStep:
         stages = step.stages
-        averages = step.kind == "U" and bool(reduction.any())
         busy = links is not None and bool(links.occupied.any())
         waits = links is not None and bool(links.latency.any())
+        # What the first stage sends back and the last one sends on goes to the last row, where no stage waits.
+        receivers = stages + 1 if step.kind == "F" else (stages - 1) % (cycle.stages + 1)
         return cls(
             kind=step.kind,
             stages=_index(stages) if cycle.depth == 1 else stages,
             workers=_index(step.workers),
-            # The stage before the first is the last row, and no stage waits there.
-            receivers=(_index if cycle.depth == 1 else np.asarray)(
-                stages + 1 if step.kind == "F" else (stages - 1) % (cycle.stages + 1)
-            ),
+            receivers=_index(receivers) if cycle.depth == 1 else receivers,
             microbatches=step.microbatches,
             uses="F" if step.kind == "F" else "B" if step.kind == cycle.gradient_kind else None,
             duration=seconds[stages] * speed[step.workers],
-            reduction=reduction[stages] if averages else None,
+            reduction=reduction[stages] if step.kind == "U" and reduction is not None else None,
             links=None if links is None else _index(links.number[stages]),
             occupied=links.occupied[stages] if links is not None and busy else None,
             latency=links.latency[stages] if links is not None and (busy or waits) else None,
@@ -217,7 +218,9 @@ class _Links:
         numbers: dict[tuple[int, int], int],
     ) -> _Links:
         placement, stages = cycle.placement, cycle.stages
-        number, occupied, latency = [], [], []
+        number: list[int] = []
+        occupied: list[float] = []
+        latency: list[float] = []
         sending, receiving = [0.0] * stages, [0.0] * stages
         for stage in range(stages):
             to = stage + direction

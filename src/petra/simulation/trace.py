@@ -77,7 +77,7 @@ class Trace:
         Returns:
             Workers, times and bytes from these times on. Each worker begins at time minus infinity.
         """
-        workers, times, changes = map(np.concatenate, zip(*self._changes, strict=True))
+        workers, times, changes = (np.concatenate(column) for column in zip(*self._changes, strict=True))
         order = np.lexsort((changes, times, workers))  # what is freed at a moment can be used again at once
         workers, times, changes = workers[order], times[order], changes[order]
         total = np.cumsum(changes)
