@@ -144,7 +144,7 @@ class TestLauncher:
         assert "another one takes its place" in capfd.readouterr().err
 
     def test_a_process_that_is_set_aside_is_used_later(self, monkeypatch, capfd):
-        script = 'case "$RANK" in 0) sleep 0.5;& 1) kill -9 $$;; *) exec sleep 1;; esac'
+        script = 'case "$RANK" in 0) sleep 0.5; kill -9 $$;; 1) kill -9 $$;; *) exec sleep 1;; esac'
         launcher = self.launcher(monkeypatch, script, processes=4, replicas=2, replacements=0)
         monkeypatch.setattr(launch, "LOSS_WINDOW", 0.0)
         assert launcher.run() == 0
