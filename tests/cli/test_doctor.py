@@ -11,7 +11,7 @@ from petra.cli.main import main
 from petra.distributed import run_together
 
 CPU = torch.device("cpu")
-MACHINE = {"host": "a", "device": "cpu", "backend": "gloo", "torch": "2.13", "threads": 1, "cores": 2}
+MACHINE = {"host": "a", "device": "cpu", "backend": "gloo", "torch": "2.13", "processor": "x", "threads": 1, "cores": 2}
 FINE = PipelineCheck(False, 20, 0, None, 1.0, None)
 
 

@@ -31,10 +31,7 @@ def pair(transport, network, capture=OperationCapture, **options):
 
 def state(trainer):
     """The state of the stages of this rank."""
-    return [
-        trainer.stages[i].trained() + [g for g in trainer.stages[i].gradients() if g is not None]
-        for i in range(len(trainer.stages))
-    ]
+    return [[*stage.trained(), *(g for g in stage.gradients() if g is not None)] for stage in trainer.stages]
 
 
 def train(transport, network=None, batches=None, weights=(), **options):
@@ -152,6 +149,20 @@ def test_around_evaluations_states_and_drains():
         return captured.executor.capture.captured_ticks
 
     assert min(run_together(work, 2)) > 10
+
+
+def test_a_message_that_waits_in_a_ring_buffer_leaves_before_it_is_overwritten():
+    together(3, stages=6, schedule="lock-step", accumulate=3, flush_until=4, batches=data(42))
+
+
+@pytest.mark.parametrize("method", ["petra", "reversible"])
+def test_batches_of_another_size_from_some_tick_on(method):
+    together(3, stages=3, method=method, batches=data(20) + data(20, size=3), fewest=12)
+
+
+def test_a_smaller_batch_now_and_then():
+    batches = [batch for _ in range(4) for batch in (*data(6), *data(1, size=3))]
+    together(3, stages=3, method="reversible", batches=batches, fewest=8)
 
 
 class FailsAt(OperationCapture):

@@ -68,10 +68,10 @@ def _check(options: argparse.Namespace) -> int:
         for cuda_graph in (False, None) if device.type == "cuda" else (False,):
             _print(options, f"training a pipeline {'with' if cuda_graph is None else 'without'} CUDA graphs")
             checks.append(compare_with_one_process(transport, device, options.ticks, cuda_graph))
-    problems = _problems(machines, checks)
-    if is_first_process():
-        show = _as_json if options.json else _as_text
-        print(show(machines, links, checks, problems), flush=True)
+        problems = _problems(machines, checks)
+        if is_first_process():  # before any process exits, after which torchrun would end the others
+            show = _as_json if options.json else _as_text
+            print(show(machines, links, checks, problems), flush=True)
     return 1 if problems else 0
 
 
@@ -92,6 +92,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "device": str(device) if gpu is None else f"{device}, {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB",
         "backend": f"NCCL {'.'.join(map(str, nccl))}" if own and nccl is not None else "gloo",
         "torch": torch.__version__,
+        "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "cores": cores(),
     }
@@ -102,11 +103,13 @@ def _problems(machines: list[dict[str, Any]], checks: list[PipelineCheck]) -> li
     versions = sorted({machine["torch"] for machine in machines})
     if len(versions) > 1:
         problems.append(f"the ranks have different versions of PyTorch ({', '.join(versions)}): install the same")
-    kinds = {machine["device"].split(", ", 1)[-1].split(":")[0] for machine in machines}
+    kinds = {(m["device"].split(", ", 1)[-1], m["processor"], m["threads"]) for m in machines}
     for check in checks:
         kind = "with CUDA graphs" if check.captured else "without CUDA graphs"
         if check.difference is not None:
-            hint = "the ranks have different GPUs" if len(kinds) > 1 else "report it with this output"
+            hint = "report it with this output"
+            if len(kinds) > 1:
+                hint = "the ranks have different processors, GPUs or numbers of threads, which compute other bits"
             problems.append(f"the pipeline {kind} differs from one process ({check.difference}): {hint}")
         if check.captured and check.captured_ticks == 0:
             why = check.reason or f"{check.ticks} ticks are too few: give more --ticks"

@@ -26,7 +26,7 @@ def _of_stage(stage: Stage) -> str | None:
     if stage.method.saves_graphs:
         return f"{stage.method.name} keeps autograd graphs from one tick to the next"
     if stage.average is not None and stage.synthesizer is not None:
-        return "replicas average the gradients of synthesizers"
+        return "synthesizers average their gradients over replicas in the middle of an action"
     for optimizer in optimizers_of(stage.optimizer):
         if isinstance(optimizer, CapturableOptimizer):
             continue

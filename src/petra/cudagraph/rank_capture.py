@@ -1,8 +1,8 @@
 """Captures the ticks of one rank of several: a graph for each part of a tick between two messages.
 
 A rank waits for a message, computes with it and sends the result, once or several times in a tick. Communication is not
-captured. So each of these parts is a graph of its own, which reads messages from static memory and leaves those for
-other ranks there. Replicas average their gradients between two graphs.
+captured. So each of these parts is a graph of its own, which reads messages from static memory and writes messages to
+other ranks into static memory. Replicas average their gradients between two graphs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from petra.schedule import Action, Kind
 
 
 @dataclass
-class Plan:
+class TickPart:
     """A part of a tick that is to be captured as one graph."""
 
     waits_for: Action | None = None
-    """The action that takes a message of another rank, which comes first."""
+    """The first action, if it needs a message of another rank."""
     averages: Stage | None = None
     """The stage whose gradients are averaged over the replicas before the other work."""
     work: list[Callable[[], list[MicrobatchResult] | None]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Received:
     """A message of another rank in static memory."""
 
     action: Action
-    """The action that takes it, relative to the micro-batch that is read in the tick."""
+    """The action that takes it; its micro-batch is counted from the one that is read in the tick."""
     tensors: list[Tensor]
 
 
@@ -55,7 +55,7 @@ class CapturedPart:
     """Averages gradients over the replicas before the launch."""
     launch: Launch
     sent: list[Outgoing]
-    """Messages in static memory, relative to the micro-batch that is read."""
+    """Messages in static memory; their micro-batches are counted from the one that is read."""
 
 
 class PartsLaunch:
@@ -68,22 +68,23 @@ class PartsLaunch:
 
     def __init__(self, executor: Executor, shapes: Shapes) -> None:
         self._executor = executor
-        self._shapes = shapes
+        self.shapes = shapes
         self.parts: list[CapturedPart] = []
 
     def __call__(self) -> None:
         """Do the work of the next tick."""
         executor, mailbox, first = self._executor, self._executor.mailbox, self._executor.microbatches
-        executor.begin_captured_tick(self._shapes)
+        executor.begin_captured_tick(self.shapes)
         for part in self.parts:
             if part.received is not None:
-                message = _take(mailbox, shifted([part.received.action], first)[0])
-                torch._foreach_copy_(part.received.tensors, _tensors(message), non_blocking=True)
+                message = _take(mailbox, _shifted(part.received.action, first))
+                if part.received.tensors:
+                    torch._foreach_copy_(part.received.tensors, _tensors(message), non_blocking=True)
             if part.average is not None:
                 part.average()
             part.launch()
             for message in part.sent:
-                mailbox.transmit(message._replace(action=shifted([message.action], first)[0]))
+                mailbox.transmit(message._replace(action=_shifted(message.action, first)))
 
 
 class RankTickCapture(TickCapture):
@@ -102,46 +103,52 @@ class RankTickCapture(TickCapture):
         return (*(inputs if self._first else ()), *((targets,) if self._last else ()))
 
     def _static_data(self, inputs: Streams, targets: Any) -> tuple[Streams, Any]:
-        static = tuple(x.clone() for x in inputs) if self._first else inputs
-        return static, targets.clone() if self._last else targets
+        return tuple(x.clone() for x in inputs) if self._first else (), targets.clone() if self._last else None
 
-    def _record(self, recording: TickRecording) -> bool:
+    def _record(self, recording: TickRecording, inputs: Streams, targets: Any) -> bool:
+        try:
+            self._settle(recording.steady)
+        except Exception as error:
+            self._give_up(error)
+            return False
+        launch = PartsLaunch(self._executor, tuple((x.shape, x.dtype) for x in inputs))
+        self._executor.begin_captured_tick(launch.shapes)
         # Messages leave during the tick. So if a part cannot be captured, the rest of the tick follows without graphs.
-        self._settle(recording.steady)
-        shapes = tuple((x.shape, x.dtype) for x in recording.inputs)
-        launch = PartsLaunch(self._executor, shapes)
-        self._executor.begin_captured_tick(shapes)
         try:
             with self._capture_mode() as recording.rates:
                 self._executor.mailbox.held = None  # there are no branches
-                self._perform_parts(recording, launch)
+                used = (recording.inputs if self._first else inputs, recording.targets if self._last else targets)
+                self._perform_parts(recording, launch, partial(self._executor.read, *used))
         finally:
             self._executor.mailbox.outbox = None
         self._executor.complete_tick()
         recording.launch = launch if self.ineligible_reason is None else None
         return True
 
-    def _perform_parts(self, recording: TickRecording, launch: PartsLaunch) -> None:
+    def _perform_parts(self, recording: TickRecording, launch: PartsLaunch, read: Callable[[], None]) -> None:
         """Perform the next tick part by part, and capture the parts."""
         executor, mailbox, first = self._executor, self._executor.mailbox, self._executor.microbatches
         actions = [action for phase in executor.next_tick for action in phase]
-        plans = self._plan(actions, recording.actions)
-        for number, plan in enumerate(plans):
-            received = None if plan.waits_for is None else self._receive(plan.waits_for, first)
-            average = None if plan.averages is None else self._average(plan.averages)
+        parts = self._split(actions, recording.actions)
+        for number, part in enumerate(parts):
+            received = None if part.waits_for is None else self._receive(part.waits_for, first)
+            average = None if part.averages is None else self._average(part.averages)
             mailbox.outbox = []
-            part = self._capture_part(plan, recording, begins=number == 0, ends=plan is plans[-1])
+            graph = self._capture_part(part, recording, read if number == 0 else None, ends=part is parts[-1])
             for message in mailbox.outbox:
                 mailbox.transmit(message)
-            if part is not None:
-                sent = [m._replace(action=shifted([m.action], -first)[0]) for m in mailbox.outbox]
-                launch.parts.append(CapturedPart(received, average, part, sent))
+            if graph is not None:
+                sent = [m._replace(action=_shifted(m.action, -first)) for m in mailbox.outbox]
+                launch.parts.append(CapturedPart(received, average, graph, sent))
         for action in actions:
             if not executor.owns(action.stage):
                 executor.perform_action(action)
 
-    def _plan(self, actions: Sequence[Action], absolute: Sequence[Action]) -> list[Plan]:
-        """Split a tick before actions that take messages of other ranks, and after those that send some.
+    def _split(self, actions: Sequence[Action], absolute: Sequence[Action]) -> list[TickPart]:
+        """Split a tick before every receive from another rank and after every send to one.
+
+        After a send, there is another part even if it has no work: its end writes to the ring buffers, in which a
+        message may be that has not been copied yet.
 
         Args:
             actions: The actions as the executor takes them.
@@ -152,26 +159,30 @@ class RankTickCapture(TickCapture):
         """
         executor = self._executor
         stages = {stage.index: stage for stage in executor.stages}
-        plans = [Plan()]
+        parts = [TickPart()]
         for action, numbered in zip(actions, absolute, strict=True):
             stage = stages.get(action.stage)
             if stage is None:
                 continue
             if self._takes_message(numbered, stage):
-                if plans[-1].work:
-                    plans.append(Plan())
-                plans[-1].waits_for = numbered
+                if parts[-1].work:
+                    parts.append(TickPart())
+                parts[-1].waits_for = numbered
             if action.kind is Kind.UPDATE and stage.average is not None:
-                plans[-1].work.append(stage.average_microbatches)
-                plans.append(Plan(averages=stage, work=[stage.update_with_means]))
+                if not parts[-1].work and len(parts) > 1:
+                    parts.pop()  # a graph of this alone would be empty if there is one micro-batch
+                parts[-1].work.append(stage.average_microbatches)
+                parts.append(TickPart(averages=stage, work=[stage.finish_averaged_update]))
                 continue
-            plans[-1].work.append(partial(executor.perform_action, action))
-            above, below = action.kind is Kind.FORWARD, action.kind is Kind.BACKWARD
-            if (above and not stage.last and not executor.owns(action.stage + 1)) or (
-                below and action.stage > 0 and not executor.owns(action.stage - 1)
-            ):
-                plans.append(Plan())
-        return [plan for plan in plans if plan.work] or plans[:1]
+            parts[-1].work.append(partial(executor.perform_action, action))
+            if self._sends_message(action, stage):
+                parts.append(TickPart())
+        return parts
+
+    def _sends_message(self, action: Action, stage: Stage) -> bool:
+        if action.kind is Kind.FORWARD:
+            return not stage.last and not self._executor.owns(action.stage + 1)
+        return action.kind is Kind.BACKWARD and action.stage > 0 and not self._executor.owns(action.stage - 1)
 
     def _takes_message(self, action: Action, stage: Stage) -> bool:
         if action.kind is Kind.UPDATE or (action.kind is Kind.BACKWARD and stage.predicts):
@@ -187,7 +198,7 @@ class RankTickCapture(TickCapture):
             mailbox.forward[action.stage][action.microbatch] = static
         else:
             mailbox.backward[action.stage][action.microbatch] = put_together(static)
-        return Received(shifted([action], -first)[0], _tensors(static))
+        return Received(_shifted(action, -first), _tensors(static))
 
     def _average(self, stage: Stage) -> Callable[[], None] | None:
         """Average the gradients of a stage over the replicas; return a function that does it again."""
@@ -196,29 +207,41 @@ class RankTickCapture(TickCapture):
         if self.ineligible_reason is not None:
             stage.average_over_replicas()
             return None
-        # In the order of `Stage.average_over_replicas`, because another replica may not have captured its tick.
+        # In the same order as `Stage.average_over_replicas`, because another replica may run this tick eagerly.
         gradients = [p.grad for p in stage.parameters if p.grad is not None and p.requires_grad]
         statistics = [b.data for b in stage.statistics()]
-        there = torch.ones(len(gradients), dtype=torch.float64, device=stage.layers.settings.device)
+        has_gradient = torch.ones(len(gradients), dtype=torch.float64, device=stage.layers.settings.device)
         average = stage.average
         assert average is not None
 
-        def again() -> None:
-            average([*gradients, *statistics, there.fill_(1.0)])
+        def average_gradients() -> None:
+            average([*gradients, *statistics, has_gradient.fill_(1.0)])
 
-        again()
-        return again
+        average_gradients()
+        return average_gradients
 
-    def _capture_part(self, plan: Plan, recording: TickRecording, begins: bool, ends: bool) -> Launch | None:
-        """Perform a part of a tick; return its graph, or None if it could not be captured."""
+    def _capture_part(
+        self, part: TickPart, recording: TickRecording, read: Callable[[], None] | None, ends: bool
+    ) -> Launch | None:
+        """Perform a part of a tick; return its graph, or None if it could not be captured.
+
+        Args:
+            part: The part.
+            recording: The tick.
+            read: Reads the micro-batch of the tick, in its first part.
+            ends: Whether it is the last part.
+
+        Returns:
+            The graph.
+        """
         executor, mailbox = self._executor, self._executor.mailbox
         earlier = list(recording.results)
 
         def work() -> None:
-            if begins:
+            if read is not None:
                 recording.begin()
-                executor.read(recording.inputs, recording.targets)
-            found = [result for one in plan.work for result in one() or ()]
+                read()
+            found = [result for one in part.work for result in one() or ()]
             recording.results = [*earlier, *found]
             if ends and self.ineligible_reason is None:
                 recording.finish(recording.results, self._keep_gradients())
@@ -241,6 +264,10 @@ def _take(mailbox: Mailbox, action: Action) -> Any:
     if action.kind is Kind.FORWARD:
         return mailbox.forward[action.stage].pop(action.microbatch)
     return take_apart(mailbox.backward[action.stage].pop(action.microbatch))
+
+
+def _shifted(action: Action, by: int) -> Action:
+    return shifted([action], by)[0]
 
 
 def _tensors(message: Any) -> list[Tensor]:

@@ -82,7 +82,7 @@ class SteadyState:
                 if not mailbox.comes_from_other_rank(s, forward)
             ),
             *(
-                RingQueue(_member(mailbox.backward, s.index), take_apart, put_together, now, _is(s.index, taker(s)))
+                RingQueue(_member(mailbox.backward, s.index), take_apart, put_together, now, _is(s.index, _taker(s)))
                 for s in executor.stages
                 if not mailbox.comes_from_other_rank(s.index, backward)
             ),
@@ -156,7 +156,7 @@ def _is(stage: int, kind: Kind) -> Callable[[Action], bool]:
     return lambda action: action.stage == stage and action.kind is kind
 
 
-def taker(stage: Stage) -> Kind:
+def _taker(stage: Stage) -> Kind:
     """Return the kind of action that takes the message from the stage above."""
     return Kind.BACKWARD if stage.synthesizer is None else Kind.LEARN
 
@@ -187,7 +187,7 @@ def take_apart(message: BackwardMessage) -> Any:
 
 
 def put_together(parts: Any) -> BackwardMessage:
-    """Return the message of such parts."""
+    """Return the message from its parts: the inverse of `take_apart`."""
     return BackwardMessage(*parts)
 
 

@@ -76,8 +76,8 @@ class TickCapture:
         """
         executor = self._executor
         used = self._used_data(inputs, targets)
-        kind = tuple(_kind(x) for x in used)
         shapes = tuple((x.shape, x.dtype) for x in inputs)
+        kind = (shapes, *(_kind(x) for x in used))
         if (
             self.ineligible_reason is not None
             or weight != 1.0
@@ -163,7 +163,7 @@ class TickCapture:
         first, position = executor.microbatches, executor.position_in_cycle
         recording = TickRecording(steady, executor.next_actions, *self._static_data(inputs, targets))
         with executor.uninterrupted():
-            performed = self._record(recording)
+            performed = self._record(recording, inputs, targets)
         if not performed:
             return self._run_eagerly(inputs, targets, 1.0)
         for stage in executor.stages:
@@ -193,11 +193,13 @@ class TickCapture:
         """Return the inputs and the targets in memory that the graph will read, where they are used."""
         return tuple(x.clone() for x in inputs), targets.clone()
 
-    def _record(self, recording: TickRecording) -> bool:
+    def _record(self, recording: TickRecording, inputs: Streams, targets: Any) -> bool:
         """Capture and launch the next tick; if that fails, restore the host's state and set `ineligible_reason`.
 
         Args:
             recording: The tick, to be completed.
+            inputs: The inputs of the network, as given.
+            targets: The targets of the loss, as given.
 
         Returns:
             True if the tick has been performed.
@@ -356,7 +358,7 @@ class TickCapture:
         """Return which micro-batches wait where, relative to the next one."""
         executor, mailbox = self._executor, self._executor.mailbox
         now, stages = executor.microbatches, executor.stages
-        # When messages of other ranks arrive is not decided here, and they wait outside of the ring buffers.
+        # Messages of other ranks are not in the ring buffers, and when they arrive does not matter.
         queues: list[dict[int, Any]] = [
             *(w for s, w in enumerate(mailbox.forward) if not mailbox.comes_from_other_rank(s, Kind.FORWARD)),
             *(w for s, w in enumerate(mailbox.backward) if not mailbox.comes_from_other_rank(s, Kind.BACKWARD)),

@@ -53,7 +53,10 @@ class MessageBuffers:
         if size == 0:
             return torch.empty(template.shape, dtype=template.dtype)
         free = self._free[size]
-        block = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        try:  # several threads take blocks
+            block = free.pop()
+        except IndexError:
+            block = torch.empty(size, dtype=torch.uint8)
         # Every tensor in this memory keeps the array alive, and nothing else does.
         array = block.numpy()
         weakref.finalize(array, free.append, block).atexit = False
@@ -186,7 +189,7 @@ class ProcessTransport(Transport):
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
             copied.record(torch.cuda.current_stream(self.device))
             return message, copied.synchronize
-        if overwritten:
+        if overwritten or self._comm_device.type == "cuda":  # ring buffers of captured ticks are overwritten, too
             return [t.clone(memory_format=torch.contiguous_format) for t in tensors], lambda: None
         return [t.contiguous().to(self._comm_device) for t in tensors], lambda: None
 
@@ -244,8 +247,8 @@ class ProcessTransport(Transport):
         return self._io_threads[direction, other]
 
     def begin_tick(self) -> None:
-        # A rank posts all receives of a tick before its first action, or lets a thread post them one after another. So
-        # the messages of the tick before last have been posted for, and waiting for them cannot deadlock two ranks.
+        # A rank requests all receives of a tick before its first action; with gloo, a thread posts them in order. So
+        # the messages of the tick before last are received, and waiting for them cannot deadlock two ranks.
         self._pending_sends.append([])
         while len(self._pending_sends) > 2:
             self._wait_for(self._pending_sends.popleft())
@@ -268,9 +271,7 @@ class ProcessTransport(Transport):
         """End the I/O threads, including those that wait for messages that will never come."""
         for (direction, other), thread in self._io_threads.items():
             if direction == "from" and thread.busy:
-                group = self._groups[other, self.position.rank]
-                with suppress(RuntimeError):  # gloo closes a channel on which a receive has timed out
-                    group.recv([torch.empty(1)], int(other > self.position.rank), 0).wait(timedelta(milliseconds=1))
+                _close(self._groups[other, self.position.rank])
             thread.close(timeout=2.0)
 
     def gather(self, value: Any) -> list[Any]:

@@ -78,7 +78,7 @@ class Transport(ABC):
             to: The receiving rank.
             action: The action that the message results from.
             tensors: The content.
-            overwritten: Whether somebody may write into the tensors after the call, so that they are copied.
+            overwritten: True if the tensors may change after the call; they are copied then.
         """
 
     @abstractmethod

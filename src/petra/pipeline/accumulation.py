@@ -26,7 +26,7 @@ def accumulate(found: ParameterGradients, messages: Gradients, sums: dict[Tensor
         if not gradient.is_sparse:
             gradient = laid_out_like(gradient, parameter)
         if parameter.grad is not None:
-            if sums.get(parameter) is parameter.grad:  # nothing else refers to it
+            if sums.get(parameter) is parameter.grad:  # computed here, so it may be changed in place
                 parameter.grad.add_(gradient)
                 continue
             gradient = parameter.grad + gradient

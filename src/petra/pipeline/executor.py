@@ -291,7 +291,7 @@ class Executor:
         return stage in self._owned
 
     def begin_captured_tick(self, shapes: Shapes) -> None:
-        """Prepare for the messages of the next tick, part of which are captured graphs.
+        """Post the receives of the next tick, which runs as captured graphs.
 
         Args:
             shapes: The shapes and dtypes of the inputs that are read.

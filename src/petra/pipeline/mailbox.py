@@ -52,7 +52,7 @@ class Mailbox(ABC):
     exchanges: bool = False
     """True if some stages are on other ranks."""
     outbox: list[Outgoing] | None = None
-    """If set, messages to other ranks are appended here, and not sent."""
+    """If set, messages to other ranks are collected here instead of being sent."""
 
     @abstractmethod
     def read(self, microbatch: int, inputs: Streams, targets: Any, weight: float) -> None:
@@ -101,7 +101,7 @@ class Mailbox(ABC):
         return False
 
     def collect(self, stage: int, kind: Kind, microbatch: int) -> None:  # noqa: B027 - optional
-        """Wait for a message of another rank, which then waits for its stage as if it came from this one.
+        """Wait for a message of another rank, and put it where messages of this rank wait.
 
         Args:
             stage: The stage that receives it.

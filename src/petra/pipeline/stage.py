@@ -217,8 +217,8 @@ class Stage:
         self.prepare_update()
         self.clip_and_update()
 
-    def update_with_means(self) -> None:
-        """Update the weights with the gradients, of which the means have been computed."""
+    def finish_averaged_update(self) -> None:
+        """Finish an update whose gradients have been averaged over the replicas."""
         if self.corrections is not None:
             self.corrections.change_gradients()
         self.clip_and_update()
