@@ -152,7 +152,7 @@ def test_around_evaluations_states_and_drains():
 
 
 def test_a_message_that_waits_in_a_ring_buffer_leaves_before_it_is_overwritten():
-    together(3, stages=6, schedule="lock-step", accumulate=3, flush_until=4, batches=data(42))
+    together(3, stages=6, schedule="lock-step", accumulate=3, flush_until=4, batches=data(42), fewest=5)
 
 
 @pytest.mark.parametrize("method", ["petra", "reversible"])
