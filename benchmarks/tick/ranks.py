@@ -162,7 +162,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.smoke:
         given.device, given.width, given.batch_size = "cpu", 2, 2
-        given.ticks, given.blocks, given.warmup, given.ranks = 2, 1, 22, [1, 2]
+        given.ticks, given.blocks, given.warmup, given.ranks = 2, 1, 2, [2]
     if given.worker is not None:
         measure(given)
         return

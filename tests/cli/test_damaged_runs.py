@@ -14,7 +14,7 @@ import petra
 pytestmark = pytest.mark.slow
 
 TRIALS = int(os.environ.get("PETRA_DAMAGE_TRIALS", "24"))
-CALLS = int(os.environ.get("PETRA_OPTION_TRIALS", "32"))
+CALLS = int(os.environ.get("PETRA_OPTION_TRIALS", "20"))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,12 @@ FINE = PipelineCheck(False, 20, 0, None, 1.0, None)
 
 @pytest.mark.slow
 def test_two_processes(capfd):
-    assert main(["doctor", "--ranks", "2", "--device", "cpu", "--seconds", "0.05", "--mib", "0.1", "--json"]) == 0
+    assert (
+        main(
+            ["doctor", "--ranks", "2", "--device", "cpu", "--seconds", "0.05", "--mib", "0.1", "--ticks", "6", "--json"]
+        )
+        == 0
+    )
     said = capfd.readouterr().out
     found = json.loads(said[said.index("{") :])
     assert [(link["source"], link["to"]) for link in found["links"]] == [(0, 1), (1, 0)]

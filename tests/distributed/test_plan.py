@@ -314,7 +314,6 @@ def test_the_command_plans_and_measures(tmp_path, capfd, monkeypatch):
     code = main(["plan", *TINY, "--ranks", "2", "--ticks", "4", "--json", str(file)])
     printed, said = capfd.readouterr()
     assert code == 0, said
-    assert "timing 4 layers on 2 ranks at once" in said
     result = json.loads(file.read_text())
     assert result["config"]["ranks"] == 2
     stages = result["plan"]["stages"]
@@ -333,6 +332,13 @@ def fork(monkeypatch):
     monkeypatch.setattr(
         plan_benchmark, "spawn", partial(torch.multiprocessing.start_processes, start_method="forkserver")
     )
+
+
+@pytest.mark.parametrize(("rank", "quiet", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
+def test_the_first_rank_says_what_it_does(rank, quiet, lines, capsys):
+    own = SimpleNamespace(rank=rank, config=SimpleNamespace(quiet=quiet))
+    plan_benchmark.Rank.print(own, "timing 4 layers")
+    assert capsys.readouterr().err == "petra plan: timing 4 layers …\n" * lines
 
 
 class TestErrorsOfRanks:
