@@ -216,7 +216,7 @@ def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[s
             try:
                 transport.release_buffers()
                 found = Configuration(case, name, data, transport, group)
-            except (ValueError, NotImplementedError) as error:  # the same on all ranks
+            except (ValueError, NotImplementedError) as error:  # all ranks refuse it; the table says why
                 run["error"] = str(error)
                 progress(f"{what}: {error}")
                 continue

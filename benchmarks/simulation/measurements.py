@@ -1,4 +1,4 @@
-"""What the ranks measure: the speed of messages, the costs of stages without neighbours, and real pipelines."""
+"""Measurements of the ranks: the speed of messages, the costs of stages without neighbours, and real pipelines."""
 
 import statistics
 import time

@@ -59,7 +59,7 @@ class Method:
     up: int
     down: int
     saved: str
-    """What is saved of each block: nothing, its input, or its graph."""
+    """The part of each block that is saved: nothing, its input, or its graph."""
 
 
 METHODS = [

@@ -1,4 +1,4 @@
-"""What the ranks of `petra doctor` do: they time messages, and compare a small pipeline with one process."""
+"""The checks of `petra doctor`: the ranks time messages, and compare a small pipeline with one process."""
 
 from __future__ import annotations
 

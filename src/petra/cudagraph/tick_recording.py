@@ -17,7 +17,7 @@ from petra.schedule import Action
 
 @dataclass
 class TickRecording:
-    """What is known of a tick while it is being captured. Its first work is `begin`, and its last `finish`."""
+    """The state of a tick during its capture. The captured work starts with `begin` and ends with `finish`."""
 
     steady: SteadyState
     actions: list[Action]

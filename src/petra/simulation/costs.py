@@ -1,4 +1,4 @@
-"""What a simulation is given: the costs of stages, and the cluster of workers that performs them."""
+"""The inputs of a simulation: the costs of stages, and the cluster of workers that runs them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class StageCosts:
     backward_bytes: float = 0.0
     """The message to the previous stage."""
     gradient_bytes: float = 0.0
-    """What replicas average at an update."""
+    """The bytes that replicas average at an update."""
     resident_bytes: float = 0.0
     """Weights, their gradients and the state of the optimizer."""
     saved_bytes: float = 0.0
-    """What is saved between forward and backward."""
+    """The bytes saved between forward and backward."""
     working_bytes: float = 0.0
-    """What a backward needs besides, while it runs."""
+    """The additional bytes that a backward needs while it runs."""
 
     def slower(self, factor: float) -> StageCosts:
         """Return the costs if all actions take longer.

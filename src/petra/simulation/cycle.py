@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Cycle:
-    """What all workers do in one cycle of a full pipeline.
+    """The actions of all workers in one cycle of a full pipeline.
 
     The steps are in an order in which a single process could perform them. Those of one worker are in the order in
     which it performs them.

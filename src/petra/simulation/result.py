@@ -13,7 +13,7 @@ from petra.simulation.trace import Trace
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulation has found, in the steady state."""
+    """The result of a simulation, in the steady state."""
 
     cycle: Cycle
     """The schedule."""
