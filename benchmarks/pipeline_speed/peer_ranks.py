@@ -165,28 +165,11 @@ def forward_flops(case: dict[str, Any], ranks: int, data: Data) -> int:
         return count_flops(lambda: loss(network(data[0][0]), data[0][1]))
 
 
-def connect(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Send a message over every connection, in both directions.
-
-    gloo connects two processes at their first message. With V-shaped schedules, both send their first at the same time,
-    and then torch 2.11 can fail with "Pair is not connected".
-    """
-    message = torch.zeros(1)
-    for first in range(ranks):
-        for second in range(first + 1, ranks):
-            for source, target in ((first, second), (second, first)):
-                if rank == source:
-                    dist.send(message, target, group)
-                elif rank == target:
-                    dist.recv(message, source, group)
-
-
 def measure(options: Namespace, rank: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure all configurations. Rank 0 writes what is known after each step into `options.path`."""
     timeout = timedelta(seconds=options.timeout)
     transport = ProcessTransport(timeout=timeout)
     group = dist.new_group(timeout=timeout)
-    connect(rank, options.ranks, group)
     began = time.monotonic()
     before = json.loads(options.path.read_text())
     runs: list[dict[str, Any]] = []
