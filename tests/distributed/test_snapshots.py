@@ -2,7 +2,9 @@
 
 import json
 import pickle
+import threading
 from collections import Counter, deque
+from concurrent.futures import Future
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -129,6 +131,23 @@ def test_a_twin_adds_its_weights():
     assert snapshots.pending.state((0, 0)) == state
     assert snapshots.pending.state((0, 1)) == twin
     assert [size for size in to_twin[0].tolist() if size >= 0] == [to_twin[1].numel(), 0]  # no weights
+
+
+def test_a_late_copy_is_waited_for_before_more_ticks_would_have_to_be_repeated():
+    snapshots = Snapshots(10, Membership(DictStore(), 0))
+    snapshots._transport = SimpleNamespace(
+        position=RankPosition(0, 2, 0, 1), maximum_async=lambda values: lambda: values
+    )
+    snapshots.complete, snapshots.pending = Snapshot(5, 2, 1), Snapshot(11, 2, 1)
+    late = Future()
+    snapshots._tasks = [late]
+    for tick in range(12, 15):
+        snapshots.after_tick(tick, dict)
+        assert snapshots.complete.tick == 5
+    threading.Timer(0.05, late.set_result, [None]).start()
+    snapshots.after_tick(15, dict)
+    assert snapshots.complete.tick == 11
+    assert snapshots.pending is None
 
 
 @pytest.mark.parametrize(

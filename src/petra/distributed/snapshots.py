@@ -80,7 +80,7 @@ class Snapshots:
     """The snapshots that this process holds.
 
     Args:
-        every: The largest number of ticks to repeat when a process is lost; more if the copies take longer to send.
+        every: The largest number of ticks to repeat when a process is lost. Processes wait if copies take longer.
         membership: This process in the job.
     """
 
@@ -148,14 +148,25 @@ class Snapshots:
             if tick >= self._due:
                 self._take(tick, state())
             return
-        # The answers are read a few ticks later, so that nobody waits for them.
+        overdue = tick - (0 if self.complete is None else self.complete.tick) >= self.every
+        if overdue:  # all processes wait, so that no more ticks have to be repeated
+            for task in self._tasks:
+                task.result()
         self._answers.append(self._transport.maximum_async([0.0 if self._sent() else 1.0]))
-        if len(self._answers) > self._delay and self._answers.popleft()()[0] == 0.0:
-            self.complete, self.pending = self.pending, None
-            self._due = self.complete.tick + max(1, self.every - self._delay - 1)
-            self._answers.clear()
-            if self._transport.position.is_main:
-                self._membership.report_progress(self.complete.tick)
+        # Otherwise, the answers are read a few ticks later, so that nobody waits for them.
+        while len(self._answers) > (0 if overdue else self._delay):
+            if self._answers.popleft()()[0] == 0.0:
+                self._completed()
+                break
+
+    def _completed(self) -> None:
+        assert self._transport is not None
+        assert self.pending is not None
+        self.complete, self.pending = self.pending, None
+        self._due = self.complete.tick + max(1, self.every - self._delay - 1)
+        self._answers.clear()
+        if self._transport.position.is_main:
+            self._membership.report_progress(self.complete.tick)
 
     @property
     def _delay(self) -> int:
