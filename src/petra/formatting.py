@@ -114,3 +114,38 @@ def terminal_width() -> int:
 def mebibytes(count: int) -> str:
     """Return a number of bytes as `1.50 MiB`."""
     return f"{count / 2**20:.2f} MiB"
+
+
+def gibibytes(count: int) -> str:
+    """Return a number of bytes as `1.50 GiB`."""
+    return f"{count / 2**30:.2f} GiB"
+
+
+_UNITS = {"b": 1, **{f"{prefix}ib": 2 ** (10 * i) for i, prefix in enumerate("kmgt", 1)}}
+_UNITS |= {f"{prefix}b": 10 ** (3 * i) for i, prefix in enumerate("kmgt", 1)}
+
+
+def parse_bytes(size: str | int) -> int:
+    """Return a number of bytes.
+
+    Args:
+        size: A number of bytes, or a text like `8 GiB`, `800MB` or `1.5GiB`.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(size, int):
+        found = float(size)
+    else:
+        number = size.strip().lower().rstrip("bikmgt ")
+        unit = size.strip().lower()[len(number) :].strip() or "b"
+        try:
+            found = float(number) * _UNITS[unit]
+        except (KeyError, ValueError):
+            raise ValueError(f"{size!r} is not an amount of memory: give one like 8GiB, 800MB or 8589934592") from None
+    if not 0 < found < 2**60:
+        raise ValueError(f"an amount of memory of {size!r} makes no sense: give one like 8GiB")
+    return int(found)

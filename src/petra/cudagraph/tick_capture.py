@@ -139,7 +139,7 @@ class TickCapture:
             self.ineligible_reason = "a layer draws random numbers, as dropout does, and a graph would repeat them"
         elif any(p.grad is not None and p.grad.is_sparse for stage in stages for p in stage.parameters):
             self.ineligible_reason = "some gradients are sparse"
-        elif any(saved.tape is not None for stage in stages for saved in stage.saved.values()):
+        elif any(saved.graphs for stage in stages for saved in stage.saved.values()):
             self.ineligible_reason = f"{stages[0].method.name} keeps autograd graphs from one tick to the next"
         elif any(stage.synthesizer is not None and not stage.synthesizer.capturable for stage in stages):
             self.ineligible_reason = "the optimizer of a synthesizer is not fused"

@@ -84,10 +84,12 @@ class Activations(AbstractContextManager["Activations"]):
             inputs = [x for saved in stage.saved.values() for streams in saved.inputs for x in streams]
             own = storages([*inputs, *self.executor.mailbox.tensors(stage.index), *stage.waiting()])
             for microbatch, saved in stage.saved.items():
-                if saved.tape is not None:
+                if saved.graphs:
                     key = stage.index, microbatch
                     # Traversed once, because graphs do not change.
-                    graphs[key] = self._graphs[key] if key in self._graphs else storages(saved.tape.tensors())
+                    if key not in self._graphs:
+                        self._graphs[key] = storages([x for tape in saved.graphs for x in tape.tensors()])
+                    graphs[key] = self._graphs[key]
                     own |= graphs[key]
             held[stage.index] = own
         self._held, self._graphs = held, graphs

@@ -25,8 +25,15 @@ class SavedState:
     """Inputs from which segments will be recomputed, lowest segment first."""
     tape: Tape | None = None
     """A recorded graph: of all layers, or of the topmost segment if there are inputs as well."""
+    tapes: dict[int, Tape] = field(default_factory=dict)
+    """The recorded graphs of segments that are stored, by the index of the segment; their inputs are in `inputs`."""
     weights: Sequence[Tensor] | None = None
     """The weights of the forward, if the method stashes them and they have changed since."""
+
+    @property
+    def graphs(self) -> list[Tape]:
+        """All recorded graphs."""
+        return [*([] if self.tape is None else [self.tape]), *self.tapes.values()]
 
 
 @dataclass(frozen=True)

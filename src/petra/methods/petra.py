@@ -30,7 +30,7 @@ class Petra(Method):
     def forward(self, layers: StageLayers, microbatch: int, inputs: Streams, final: bool) -> tuple[Streams, SavedState]:
         saved = SavedState()
         streams = inputs
-        for segment in layers.segments:
+        for index, segment in enumerate(layers.segments):
             if segment.reversible:
                 streams = layers.evaluate(segment, streams, microbatch)
             elif final and segment is layers.segments[-1]:  # Alg. 1, lines 28-30: the loss follows at once
@@ -39,14 +39,18 @@ class Petra(Method):
             else:
                 # Expanded tensors are copied: in saved inputs, stride 0 marks a placeholder (`prune_inputs`).
                 saved.inputs.append(tuple(with_layout(x, False) if 0 in x.stride() else x for x in streams))
-                streams = layers.evaluate(segment, streams, microbatch)
+                if segment.stored and not self.stale:
+                    tape = saved.tapes[index] = layers.record(segment, saved.inputs[-1], microbatch)
+                    streams = tuple(y.detach() for y in tape.outputs)
+                else:
+                    streams = layers.evaluate(segment, streams, microbatch)
         return streams, saved
 
     def backward(self, layers: StageLayers, microbatch: int, saved: SavedState, message: BackwardMessage) -> Reversal:
         streams, gradients, weights = message.streams, message.gradients, saved.weights
         total: ParameterGradients = {}
         buffered = list(saved.inputs)
-        for segment in reversed(layers.segments):
+        for index, segment in reversed(list(enumerate(layers.segments))):
             if segment.reversible:
                 assert streams is not None
                 found = (
@@ -56,9 +60,15 @@ class Petra(Method):
                 )
             elif saved.tape is not None and segment is layers.segments[-1]:
                 found = saved.tape.gradients(gradients)
+            elif index in saved.tapes:
+                buffered.pop()
+                found = saved.tapes.pop(index).gradients(gradients)
             else:
+                # The graph of a stored segment is not in a checkpoint, but its forward has updated the statistics.
+                again = segment.stored and not self.stale
                 with layers.using(weights):
-                    found = layers.record(segment, buffered.pop(), microbatch).gradients(gradients)
+                    tape = layers.record(segment, buffered.pop(), microbatch, update_statistics=not again)
+                    found = tape.gradients(gradients)
             streams, gradients, parameters = found
             streams = tuple(x.detach() for x in streams)
             add_gradients(total, parameters)

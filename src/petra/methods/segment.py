@@ -11,7 +11,8 @@ from petra.formatting import first_line
 from petra.reversible.coupling import Coupling
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.network import widens
-from petra.reversible.streams import Streams, as_streams, widened
+from petra.reversible.storage import evaluate
+from petra.reversible.streams import Streams, widened
 
 
 class LayerError(ValueError):
@@ -31,6 +32,8 @@ class Part:
     """The coupling or layer."""
     widens: bool
     """True if outputs of lower precision are converted to float32."""
+    storage: str | None = None
+    """What autograd keeps if there is a graph; None for everything."""
 
     @property
     def name(self) -> str:
@@ -45,8 +48,7 @@ class Part:
             "operation (inplace=False), or make it one layer with the layer before it"
         )
         try:
-            function = self.function
-            outputs = function.forward(streams) if isinstance(function, Coupling) else as_streams(function(*streams))
+            outputs = evaluate(self.function, streams, self.storage)
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError | LayerError):
                 raise
@@ -67,11 +69,18 @@ class Segment:
     """Consecutive layers that a method treats alike: reversed from their outputs, or recorded from their inputs."""
 
     reversible: bool
-    """True if all layers are reversible and are treated as such."""
+    """True if inputs are reconstructed from outputs."""
     layers: tuple[nn.Module, ...]
     """The layers."""
     first: int
     """The index of the first layer in the network."""
+    storage: str | None = None
+    """The storage of all its layers; None if the method decides."""
+
+    @property
+    def stored(self) -> bool:
+        """True if the graph of the forward is kept for the backward."""
+        return self.storage is not None and not self.reversible
 
     def parts(self) -> list[Part]:
         """Split the segment into parts that are evaluated with one random seed each.
@@ -82,9 +91,9 @@ class Segment:
         found: list[Part] = []
         for index, (layer, above) in enumerate(zip(self.layers, [*self.layers[1:], None], strict=True), self.first):
             if isinstance(layer, ReversibleLayer):
-                found += [Part((index, i), coupling, False) for i, coupling in enumerate(layer.couplings())]
+                found += [Part((index, i), coupling, False, self.storage) for i, coupling in enumerate(layer.couplings())]
             else:
-                found.append(Part((index, 0), layer, widens(layer, above)))
+                found.append(Part((index, 0), layer, widens(layer, above), self.storage))
         return found
 
 

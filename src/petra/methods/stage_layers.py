@@ -65,13 +65,11 @@ class StageLayers:
         self.settings = settings
         self.all_layers = Segment(False, self.layers, first)
         """All layers as one segment that is not reversed."""
-        self.segments: list[Segment] = []
-        """The layers, split where reversible ones begin and end."""
-        for reversible, segment in segments(self.layers):
-            self.segments.append(Segment(reversible, tuple(segment), first))
-            first += len(segment)
-        self.stop = first
+        self.stop = first + len(self.layers)
         """The index of the layer after the last one."""
+        self.segments: list[Segment] = []
+        """The layers, split where their storage changes."""
+        self.find_segments()
         self._norms = normalisations(self.layers)
         with_buffers = [m for m in self.modules() if m._buffers and m not in self._norms]
         self._buffer_guard = BufferGuard(self.layers, self.all_layers.first, with_buffers)
@@ -84,6 +82,14 @@ class StageLayers:
         self.uses_randomness = False
         """True if a layer drew random numbers in an evaluation that checked it."""
         self._seeded: list[Tensor] | None = None  # generator states right after seeding
+
+    def find_segments(self) -> None:
+        """Split the layers by their storage, at the beginning and after it has changed."""
+        self.segments.clear()
+        first = self.all_layers.first
+        for storage, segment in segments(self.layers):
+            self.segments.append(Segment(storage == "reconstruct", tuple(segment), first, storage))
+            first += len(segment)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.layers)

@@ -416,7 +416,7 @@ class Stage:
             "gradients": [g for g in self.gradients() if g is not None],
             "stashed weights": [w for copy in self.stash.copies.values() for w in copy] if self.stash else [],
             "inputs": [x for saved in self.saved.values() for streams in saved.inputs for x in streams],
-            "graph": [x for saved in self.saved.values() if saved.tape is not None for x in saved.tape.tensors()],
+            "graph": [x for saved in self.saved.values() for tape in saved.graphs for x in tape.tensors()],
             "synthesizer": self.synthesizer.tensors() if self.synthesizer is not None else [],
         }
 

@@ -13,6 +13,7 @@ from petra.reversible.backprop import reversible_segment
 from petra.reversible.coupling import TwoStreamCoupling
 from petra.reversible.layer import ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.segment_graph import SegmentGraphs
+from petra.reversible.storage import evaluate, set_storage, storage_of
 from petra.reversible.streams import Streams, as_streams, single, widened
 
 
@@ -88,6 +89,35 @@ class Network(nn.Sequential):
                 layer.compile(**options)
         return self
 
+    def use_storage(self, *storages: str) -> Self:
+        """Set what each layer keeps for its backward pass.
+
+        Reversible layers reconstruct their inputs by default, and other layers store what autograd needs. The gradients
+        are the same with every storage. `petra.fit_memory` chooses the fastest for a given amount of memory.
+
+        - `"reconstruct"`: nothing; only for reversible layers
+        - `"store"`: all that autograd needs
+        - `"store:B"`: compiled as a whole; about a share B, between 0 and 1, of what that would save
+        - `"selective"`: results of matrix products, convolutions and attention
+        - `"recompute"`: the inputs, from which the layer is computed again
+        - `"offload"`: all that autograd needs, in host memory
+
+        Args:
+            *storages: One for each layer, or a single one for all reversible layers.
+
+        Returns:
+            The network itself.
+
+        Raises:
+            ValueError: If a name is unknown, a layer is not reversible, or the number is wrong.
+        """
+        layers = list(self)
+        if len(storages) == 1 and len(layers) != 1:
+            layers = [layer for layer in layers if isinstance(layer, ReversibleLayer)]
+            storages = storages * len(layers)
+        set_storage(layers, storages)
+        return self
+
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor | Streams:
         """Apply the layers in sequence.
 
@@ -107,15 +137,15 @@ class Network(nn.Sequential):
                 f"{', '.join(kwargs)} given by name, but only functions of reversible layers take keyword arguments, "
                 "and this network has none: pass them as streams from layer to layer"
             )
-        for reversible, layers in segments(self):
-            if reversible:
+        for storage, layers in segments(self):
+            if storage == "reconstruct":
                 streams = reversible_segment(
                     cast(list[ReversibleLayer], layers), streams, self.segment_graphs, **kwargs
                 )
             else:
                 for layer, above in zip(layers, [*layers[1:], None], strict=True):
-                    inner = kwargs if isinstance(layer, Network) and layer._takes_keywords() else {}
-                    streams = as_streams(layer(*streams, **inner))
+                    takes = isinstance(layer, ReversibleLayer) or (isinstance(layer, Network) and layer._takes_keywords())
+                    streams = evaluate(layer, streams, storage, **(kwargs if takes else {}))
                     streams = widened(streams) if widens(layer, above) else streams
         return single(streams)
 
@@ -124,10 +154,10 @@ class Network(nn.Sequential):
         return any(isinstance(x, ReversibleLayer) or (isinstance(x, Network) and x._takes_keywords()) for x in self)
 
 
-def segments(layers: Iterable[nn.Module]) -> Iterator[tuple[bool, list[nn.Module]]]:
-    """Divide layers into maximal segments that are either reversible throughout or not at all."""
-    for reversible, segment in groupby(layers, lambda layer: isinstance(layer, ReversibleLayer)):
-        yield reversible, list(segment)
+def segments(layers: Iterable[nn.Module]) -> Iterator[tuple[str | None, list[nn.Module]]]:
+    """Divide layers into maximal segments of one storage."""
+    for storage, segment in groupby(layers, storage_of):
+        yield storage, list(segment)
 
 
 def widens(layer: nn.Module, above: nn.Module | None) -> bool:

@@ -1,0 +1,298 @@
+"""Chooses the storage of every layer so that a training step is as fast as possible and fits into memory."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
+
+from petra.formatting import gibibytes, parse_bytes
+from petra.memory.memory_plan import DoesNotFit, MeasuredPlan, MemoryPlan
+from petra.memory.plan_cache import cache_key, read_plan, write_plan
+from petra.memory.step_cost import StepCost, measure_step
+from petra.memory.upgrades import Gain, Upgrade, upgrades
+from petra.reversible import Network, ReversibleLayer
+from petra.reversible.module_state import held_tensors
+from petra.reversible.randomness import forked
+from petra.reversible.storage import set_storage, storage_of
+
+Storages = tuple[str, ...]
+_EAGER = ("selective", "store")
+_COMPILED = ("store:0.2", "store:0.5", "store:1")
+_CLOSE = 0.01
+"""The share of a step's time that is not worth another measurement."""
+
+
+def fit_memory(
+    network: Network,
+    limit: str | int,
+    step: Callable[..., object],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    compile: bool | None = None,  # noqa: A002 - the name that PyTorch uses
+    storages: Sequence[str] | None = None,
+    max_parts: int = 16,
+    cache: bool = True,
+    quiet: bool = False,
+) -> MemoryPlan:
+    """Find the fastest training step whose peak memory stays under a limit.
+
+    It measures your own step with different storages of the layers: stored, partly computed again, or reconstructed.
+    From these it predicts which mixture of them is best for the limit, and measures that. Afterwards, the network has
+    the storages of the plan, and weights, gradients, optimizer and random numbers are what they were before.
+
+    Args:
+        network: The network, on the device on which it is trained.
+        limit: The memory, such as `"8 GiB"` or a number of bytes: weights, gradients, optimizer state and activations,
+            as PyTorch's allocator counts them.
+        step: A function that makes one training step with the network: forward, backward and update. If it takes an
+            argument, this is a number of parts into which it has to split the batch, one after another; more parts need
+            less memory.
+        optimizer: The optimizer of the step, if there is one; its state is restored.
+        compile: Compile layers with `torch.compile`, which lets the compiler choose what is computed again. The default
+            is true on a GPU.
+        storages: The storages to try beside the one that needs the least memory, by default `"store:0.2"`,
+            `"store:0.5"` and `"store:1"` if layers are compiled, and `"selective"` and `"store"` otherwise.
+        max_parts: The largest number of parts.
+        cache: Use the plan of an earlier call, and keep this one, in the user's folder for caches.
+        quiet: Show no progress bar.
+
+    Returns:
+        The plan; `print` shows what was measured.
+
+    Raises:
+        DoesNotFit: If no step fits; the error says how much memory would do.
+        ValueError: If the network is not a `petra.Network`, or an argument makes no sense.
+    """
+    if not isinstance(network, Network):
+        raise ValueError(f"fit_memory needs a petra.Network, not a {type(network).__name__}: use petra.as_network")
+    device = next((t.device for t in held_tensors(network)), torch.device("cpu"))
+    compiled = device.type == "cuda" if compile is None else compile
+    if compiled:
+        network.compile_functions()
+    more = (_COMPILED if compiled else _EAGER) if storages is None else tuple(storages)
+    before = [storage_of(layer) for layer in network]
+    search = _Search(network, parse_bytes(limit), step, device, more, max_parts, quiet, optimizer)
+    done = False
+    try:
+        with _restored(network, optimizer, device):
+            plan = search.run(compiled, cache)
+        network.use_storage(*plan.storages)
+        done = True
+    finally:
+        search.bar.close()
+        if not done:
+            _reset_storage(network, before)
+    return plan
+
+
+def _reset_storage(network: Network, storages: Sequence[str | None]) -> None:
+    for layer, storage in zip(network, storages, strict=True):
+        if storage is None:
+            del layer.storage
+        else:
+            set_storage([layer], [storage])
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers of the same kind."""
+
+    layers: tuple[int, ...]
+    least: str
+    """The storage that needs the least memory."""
+    others: Storages
+
+
+class _Search:
+    """The measurements of one call."""
+
+    def __init__(
+        self,
+        network: Network,
+        limit: int,
+        step: Callable[..., object],
+        device: torch.device,
+        storages: Storages,
+        max_parts: int,
+        quiet: bool,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.network, self.limit, self.device = network, limit, device
+        self._step, self._optimizer = step, optimizer
+        self._splits = any(
+            p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+            for p in inspect.signature(step).parameters.values()
+        )
+        self._max_parts = max_parts if self._splits else 1
+        self._groups = list(_groups(network, storages))
+        self._measured: dict[tuple[Storages, int], MeasuredPlan] = {}
+        self.bar = tqdm(desc="fitting memory", unit=" plans", disable=quiet or not sys.stderr.isatty(), leave=False)
+
+    def run(self, compiled: bool, cache: bool) -> MemoryPlan:
+        """Return the plan for the limit."""
+        least = self._least()
+        parts = 1
+        cost = self._measure(least, parts)
+        while cost is None and parts < self._max_parts:
+            parts *= 2
+            cost = self._measure(least, parts)
+        choices = [cost, parts, self._max_parts, [group.others for group in self._groups]]
+        # The peak of this first step depends on the batch and on all else in the step, so it tells steps apart.
+        choices[0] = None if cost is None else cost.peak
+        key = cache_key(self.network, self.device, self.limit, compiled, choices)
+        kept = read_plan(key, len(self.network)) if cache else None
+        if kept is not None:
+            again = self._measure(kept.storages, kept.parts)
+            if again is not None and again.peak <= self.limit:
+                return MemoryPlan(self.limit, kept.storages, kept.parts, again, ())
+        if cost is not None:
+            self._choose(self._order(least, parts, cost), parts)
+        plan = self._fastest()
+        if cache:
+            write_plan(key, plan)
+        return plan
+
+    def _least(self) -> Storages:
+        found = ["store"] * len(self.network)
+        for group in self._groups:
+            for layer in group.layers:
+                found[layer] = group.least
+        return tuple(found)
+
+    def _order(self, least: Storages, parts: int, cost: StepCost) -> list[Upgrade]:
+        """Measure what each storage changes, for all layers of a group at a time, and return the upgrades in order."""
+        gains: list[dict[str, Gain]] = [{} for _ in self.network]
+        for group in self._groups:
+            for storage in group.others:
+                layers = group.layers
+                while layers:
+                    changed = _with(least, {layer: storage for layer in layers})
+                    found = self._measure(changed, parts)
+                    if found is not None:
+                        gain = Gain((found.peak - cost.peak) / len(layers), (cost.seconds - found.seconds) / len(layers))
+                        for layer in group.layers:
+                            gains[layer][storage] = gain
+                        break
+                    layers = layers[: len(layers) // 2]
+        return upgrades(gains)
+
+    def _choose(self, order: Sequence[Upgrade], parts: int) -> None:
+        """Measure the best mixtures for the limit, with growing numbers of parts."""
+        least = self._least()
+        while parts <= self._max_parts:
+            full = self._measure_first(least, order, len(order), parts)
+            if full is None or full.peak > self.limit:
+                self._approach(least, order, parts)
+            best = min((plan.cost.seconds for plan in self._fitting() if plan.cost), default=float("inf"))
+            if full is not None and full.seconds >= best * (1 - _CLOSE) and best < float("inf"):
+                return  # with more parts, even the step that stores everything is slower
+            parts *= 2
+
+    def _approach(self, least: Storages, order: Sequence[Upgrade], parts: int) -> None:
+        """Find the largest number of upgrades that fits."""
+        below, above = 0, len(order)
+        cost = self._measure_first(least, order, below, parts)
+        if cost is None or cost.peak > self.limit:
+            return
+        over = self._measure_first(least, order, above, parts)
+        while above - below > 1:
+            middle = (below + above) // 2
+            if over is not None:
+                share = (self.limit - cost.peak) / max(over.peak - cost.peak, 1)
+                middle = min(max(below + int(share * (above - below)), below + 1), above - 1)
+            found = self._measure_first(least, order, middle, parts)
+            if found is None or found.peak > self.limit:
+                above, over = middle, found
+            else:
+                below, cost = middle, found
+            if over is not None and cost.seconds - over.seconds < _CLOSE * cost.seconds:
+                return
+
+    def _measure_first(self, least: Storages, order: Sequence[Upgrade], count: int, parts: int) -> StepCost | None:
+        return self._measure(_with(least, {upgrade.layer: upgrade.storage for upgrade in order[:count]}), parts)
+
+    def _measure(self, storages: Storages, parts: int) -> StepCost | None:
+        if (storages, parts) not in self._measured:
+            self.network.use_storage(*storages)
+            step = (lambda: self._step(parts)) if self._splits else self._step
+            cost = measure_step(step, self.device, _allocated(self.network, self._optimizer))
+            plan = self._measured[storages, parts] = MeasuredPlan(storages, parts, cost)
+            self.bar.update()
+            self.bar.set_postfix_str(plan.describe() + (f", {gibibytes(cost.peak)}" if cost else ", out of memory"))
+        return self._measured[storages, parts].cost
+
+    def _fitting(self) -> list[MeasuredPlan]:
+        return [plan for plan in self._measured.values() if plan.cost is not None and plan.cost.peak <= self.limit]
+
+    def _fastest(self) -> MemoryPlan:
+        fitting = self._fitting()
+        if not fitting:
+            peaks = [plan.cost.peak for plan in self._measured.values() if plan.cost is not None]
+            least = f"the smallest needs {gibibytes(min(peaks))}" if peaks else "none fits into the device"
+            split = "" if self._splits else ", or let the step take a number of parts to split the batch into"
+            raise DoesNotFit(
+                f"no training step fits into {gibibytes(self.limit)}: {least}; give more memory or a smaller batch{split}"
+            )
+        best = min(fitting, key=lambda plan: plan.cost.seconds if plan.cost else float("inf"))
+        assert best.cost is not None
+        return MemoryPlan(self.limit, best.storages, best.parts, best.cost, tuple(self._measured.values()))
+
+
+def _with(storages: Storages, changes: Mapping[int, str]) -> Storages:
+    return tuple(changes.get(index, storage) for index, storage in enumerate(storages))
+
+
+def _groups(network: Network, storages: Storages) -> Iterator[_Group]:
+    """Yield the layers whose storage is chosen: those that are reversible, and others of which there are several."""
+    kinds: dict[Any, list[int]] = {}
+    for index, layer in enumerate(network):
+        kinds.setdefault(_kind(layer), []).append(index)
+    for layers in kinds.values():
+        if isinstance(network[layers[0]], ReversibleLayer):
+            yield _Group(tuple(layers), "reconstruct", storages)
+        elif len(layers) > 1 and any(True for _ in network[layers[0]].parameters()):
+            yield _Group(tuple(layers), "recompute", storages)
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    shapes = Counter((name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters())
+    return type(layer), frozenset(shapes)
+
+
+def _allocated(network: Network, optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of weights, gradients and optimizer state on a CPU."""
+    tensors = held_tensors(network)
+    tensors += [p.grad for p in network.parameters() if p.grad is not None]
+    if optimizer is not None:
+        tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@contextmanager
+def _restored(network: Network, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[None]:
+    """Restore weights, buffers, gradients, optimizer and random numbers at the end."""
+    tensors = held_tensors(network)
+    copies = [x.detach().to("cpu", copy=True) for x in tensors]
+    gradients = [(p, p.grad) for p in network.parameters()]
+    state = None if optimizer is None else tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), optimizer.state_dict())
+    try:
+        with forked(device):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)

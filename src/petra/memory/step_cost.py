@@ -1,0 +1,99 @@
+"""Measures time and peak memory of a training step."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+Step = Callable[[], object]
+_SECONDS, _REPEATS = 0.6, 5
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a training step costs."""
+
+    seconds: float
+    """The median time of a step."""
+    peak: int
+    """The most bytes allocated at the same time, with weights, gradients and optimizer state."""
+
+
+def measure_step(step: Step, device: torch.device, allocated: int) -> StepCost | None:
+    """Measure a training step.
+
+    Args:
+        step: One training step.
+        device: The device that it runs on.
+        allocated: On a CPU, the bytes that are allocated before and after each step; a GPU knows.
+
+    Returns:
+        Its cost; None if there was not enough memory on the device.
+    """
+    try:
+        for _ in range(2):  # compilers, libraries that choose kernels, and optimizer state
+            step()
+        return _on_gpu(step, device) if device.type == "cuda" else _on_cpu(step, allocated)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _on_gpu(step: Step, device: torch.device) -> StepCost:
+    def timed() -> float:
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    torch.cuda.reset_peak_memory_stats(device)
+    seconds = _repeated(timed)
+    return StepCost(seconds, torch.cuda.max_memory_allocated(device))
+
+
+def _on_cpu(step: Step, allocated: int) -> StepCost:
+    def timed() -> float:
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
+
+    return StepCost(_repeated(timed), allocated + cpu_peak(step))
+
+
+def _repeated(timed: Callable[[], float]) -> float:
+    """Return the median of some times, of fewer if they are long."""
+    seconds = [timed()]
+    while len(seconds) < _REPEATS and sum(seconds) < _SECONDS:
+        seconds.append(timed())
+    return statistics.median(seconds)
+
+
+def cpu_peak(step: Step) -> int:
+    """Return by how many bytes the memory of PyTorch's CPU allocator grows at most during a step.
+
+    Args:
+        step: A function.
+
+    Returns:
+        The bytes, from the events that the allocator reports to the profiler.
+    """
+    with profile(profile_memory=True) as profiled:
+        step()
+    results: Any = profiled.kineto_results
+    events = [e for e in results.events() if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
+    total = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak

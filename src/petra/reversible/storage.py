@@ -1,0 +1,221 @@
+"""How the activations of a layer get to its backward pass: stored, computed again, moved to the host, reconstructed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from petra.reversible.coupling import Coupling
+from petra.reversible.keyword_arguments import Keywords
+from petra.reversible.layer import ReversibleLayer
+from petra.reversible.module_state import frozen_statistics, normalisations
+from petra.reversible.streams import Streams, as_streams
+
+STORAGES = {
+    "reconstruct": "nothing: inputs are computed from outputs (reversible layers only)",
+    "store": "all that autograd needs",
+    "store:B": "compiled as a whole; of what that would save, a share of about B, between 0 and 1",
+    "selective": "results of matrix products, convolutions and attention; the rest is computed again",
+    "recompute": "the inputs; the layer is computed again",
+    "offload": "all that autograd needs, in host memory",
+}
+"""What a layer keeps between its forward and its backward pass, by the name of the storage."""
+
+
+def storage_of(layer: nn.Module) -> str | None:
+    """Return the storage of a layer.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        A name; None if none has been set and the layer is not reversible, so that its container decides.
+    """
+    default = "reconstruct" if isinstance(layer, ReversibleLayer) else None
+    return getattr(layer, "storage", default)
+
+
+def set_storage(layers: Sequence[nn.Module], storages: Sequence[str]) -> None:
+    """Set the storage of each layer.
+
+    Args:
+        layers: The layers.
+        storages: A name for each.
+
+    Raises:
+        ValueError: If there are more or fewer names than layers, a name is unknown, or a layer is not reversible.
+    """
+    if len(storages) != len(layers):
+        raise ValueError(f"{len(storages)} storages for {len(layers)} layers: give one for each")
+    for index, (layer, storage) in enumerate(zip(layers, storages, strict=True)):
+        if storage not in STORAGES:
+            budget_of(storage)
+        if storage == "reconstruct" and not isinstance(layer, ReversibleLayer):
+            raise ValueError(
+                f"layer {index} ({type(layer).__name__}) is not reversible and cannot be reconstructed: give 'store' or "
+                "'recompute'"
+            )
+    for layer, storage in zip(layers, storages, strict=True):
+        layer.storage = storage  # type: ignore[assignment]
+
+
+def budget_of(storage: str) -> float | None:
+    """Return the share of activations that a compiled layer keeps.
+
+    Args:
+        storage: The name of a storage.
+
+    Returns:
+        The share; None for a storage that does not compile the layer.
+
+    Raises:
+        ValueError: If there is no such storage.
+    """
+    if storage in STORAGES and storage != "store:B":
+        return None
+    kind, _, share = storage.partition(":")
+    try:
+        budget = float(share)
+    except ValueError:
+        budget = -1.0
+    if kind != "store" or not 0 <= budget <= 1:
+        names = ", ".join(STORAGES)
+        raise ValueError(f"storage is {storage!r}: give one of {names}, with a B between 0 and 1 as in 'store:0.5'")
+    return budget
+
+
+Function = nn.Module | Coupling
+
+
+def evaluate(function: Function, streams: Streams, storage: str | None, **kwargs: Any) -> Streams:
+    """Compute the outputs of a layer or coupling under autograd, which keeps what the storage says.
+
+    Args:
+        function: The layer or coupling.
+        streams: Its inputs.
+        storage: The storage; None, and `"reconstruct"` outside of a reversible segment, mean `"store"`.
+        **kwargs: Keyword arguments for a layer.
+
+    Returns:
+        The outputs.
+    """
+    if storage in (None, "store", "reconstruct") or not torch.is_grad_enabled():
+        return _plain(function, kwargs, *streams)
+    if storage == "offload":
+        with offloaded():
+            return _plain(function, kwargs, *streams)
+    budget = budget_of(storage)
+    if budget is not None:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return _compiled()(function, kwargs, f"{budget:g}", *streams)  # type: ignore[no-any-return]
+    selective = storage == "selective"
+    norms = normalisations(function.modules if isinstance(function, Coupling) else (function,))
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        first, again = create_selective_checkpoint_contexts(_policy) if selective else (ExitStack(), ExitStack())
+        # Without this, the second computation would change running statistics once more.
+        return first, _both(again, lambda: frozen_statistics(norms))
+
+    return checkpoint(_plain, function, kwargs, *streams, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+
+def _plain(function: Function, kwargs: dict[str, Any], *streams: Tensor) -> Streams:
+    if isinstance(function, Coupling):
+        return function.forward(streams)
+    if not isinstance(function, ReversibleLayer):
+        return as_streams(function(*streams, **kwargs))
+    tensors, keywords = Keywords.flatten(kwargs)
+    found = (*streams, *tensors)
+    for coupling in function.couplings():
+        found = coupling.with_keywords(keywords).forward(found)
+    return found[: len(found) - len(tensors)]
+
+
+def _with_budget(function: Function, kwargs: dict[str, Any], budget: str, *streams: Tensor) -> Streams:
+    assert budget  # the compiler's own setting; reading it here makes the compiler tell one from another
+    return _plain(function, kwargs, *streams)
+
+
+@cache
+def _compiled() -> Callable[..., Streams]:
+    config = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # PyTorch 2.6
+    setattr(config, limit, max(getattr(config, limit), 256))
+    return torch.compile(_with_budget, dynamic=False)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    with first, second():
+        yield
+
+
+_SAVED = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+@cache
+def _saved_operations() -> frozenset[Any]:
+    found = (getattr(torch.ops.aten, name, None) for name in _SAVED)
+    return frozenset(packet.default for packet in found if packet is not None)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = operation in _saved_operations()
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_COPY_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+_SMALL = 2**16
+"""Bytes below which a tensor is not worth a copy."""
+
+
+def offloaded() -> AbstractContextManager[None]:
+    """Keep what autograd saves in pinned host memory.
+
+    Tensors are copied on a CUDA stream of their own, and copied back when the backward pass needs them. Parameters,
+    small tensors and tensors on a CPU stay where they are.
+
+    Returns:
+        A context manager for the forward pass.
+    """
+
+    def pack(x: Tensor) -> Any:
+        parameter = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+        if not x.is_cuda or parameter or x.nbytes < _SMALL:
+            return x
+        if x.device not in _COPY_STREAMS:
+            _COPY_STREAMS[x.device] = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+        stream = _COPY_STREAMS[x.device]
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        with torch.cuda.stream(stream):
+            host.copy_(x.detach(), non_blocking=True)
+            copied = stream.record_event()
+        x.record_stream(stream)  # its memory is not used again before it has been copied
+        return x.device, host, copied
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, host, copied = packed
+        torch.cuda.current_stream(device).wait_event(copied)
+        return host.to(device, non_blocking=True)  # type: ignore[no-any-return]
+
+    return saved_tensors_hooks(pack, unpack)
