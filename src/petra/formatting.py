@@ -116,9 +116,9 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:.2f} MiB"
 
 
-def gibibytes(count: int) -> str:
-    """Return a number of bytes as `1.50 GiB`."""
-    return f"{count / 2**30:.2f} GiB"
+def memory_size(count: int) -> str:
+    """Return a number of bytes as `1.50 GiB`, or as `1.50 MiB` if it is small."""
+    return mebibytes(count) if count < 2**30 else f"{count / 2**30:.2f} GiB"
 
 
 _UNITS = {"b": 1, **{f"{prefix}ib": 2 ** (10 * i) for i, prefix in enumerate("kmgt", 1)}}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from petra.formatting import gibibytes, parse_bytes
+from petra.formatting import memory_size, parse_bytes
 from petra.memory.memory_plan import DoesNotFit, MeasuredPlan, MemoryPlan
 from petra.memory.plan_cache import cache_key, read_plan, write_plan
 from petra.memory.step_cost import StepCost, measure_step
@@ -38,7 +38,7 @@ def fit_memory(
     step: Callable[..., object],
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    compile: bool | None = None,  # noqa: A002 - the name that PyTorch uses
+    compile: bool | None = None,
     storages: Sequence[str] | None = None,
     max_parts: int = 16,
     cache: bool = True,
@@ -176,10 +176,12 @@ class _Search:
             for storage in group.others:
                 layers = group.layers
                 while layers:
-                    changed = _with(least, {layer: storage for layer in layers})
+                    changed = _with(least, dict.fromkeys(layers, storage))
                     found = self._measure(changed, parts)
                     if found is not None:
-                        gain = Gain((found.peak - cost.peak) / len(layers), (cost.seconds - found.seconds) / len(layers))
+                        gain = Gain(
+                            (found.peak - cost.peak) / len(layers), (cost.seconds - found.seconds) / len(layers)
+                        )
                         for layer in group.layers:
                             gains[layer][storage] = gain
                         break
@@ -228,7 +230,7 @@ class _Search:
             cost = measure_step(step, self.device, _allocated(self.network, self._optimizer))
             plan = self._measured[storages, parts] = MeasuredPlan(storages, parts, cost)
             self.bar.update()
-            self.bar.set_postfix_str(plan.describe() + (f", {gibibytes(cost.peak)}" if cost else ", out of memory"))
+            self.bar.set_postfix_str(plan.describe() + (f", {memory_size(cost.peak)}" if cost else ", out of memory"))
         return self._measured[storages, parts].cost
 
     def _fitting(self) -> list[MeasuredPlan]:
@@ -238,11 +240,10 @@ class _Search:
         fitting = self._fitting()
         if not fitting:
             peaks = [plan.cost.peak for plan in self._measured.values() if plan.cost is not None]
-            least = f"the smallest needs {gibibytes(min(peaks))}" if peaks else "none fits into the device"
+            least = f"the smallest needs {memory_size(min(peaks))}" if peaks else "none fits into the device"
             split = "" if self._splits else ", or let the step take a number of parts to split the batch into"
-            raise DoesNotFit(
-                f"no training step fits into {gibibytes(self.limit)}: {least}; give more memory or a smaller batch{split}"
-            )
+            more = f"give more memory or a smaller batch{split}"
+            raise DoesNotFit(f"no training step fits into {memory_size(self.limit)}: {least}; {more}")
         best = min(fitting, key=lambda plan: plan.cost.seconds if plan.cost else float("inf"))
         assert best.cost is not None
         return MemoryPlan(self.limit, best.storages, best.parts, best.cost, tuple(self._measured.values()))
@@ -284,7 +285,9 @@ def _restored(network: Network, optimizer: torch.optim.Optimizer | None, device:
     tensors = held_tensors(network)
     copies = [x.detach().to("cpu", copy=True) for x in tensors]
     gradients = [(p, p.grad) for p in network.parameters()]
-    state = None if optimizer is None else tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), optimizer.state_dict())
+    state = (
+        None if optimizer is None else tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), optimizer.state_dict())
+    )
     try:
         with forked(device):
             yield

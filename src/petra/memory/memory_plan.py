@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from petra.formatting import gibibytes, render
+from petra.formatting import memory_size, render
 from petra.memory.step_cost import StepCost
 from petra.reversible import Network
 
@@ -58,7 +58,7 @@ class MemoryPlan:
         chosen = MeasuredPlan(self.storages, self.parts, self.cost)
         lines = [
             f"{chosen.describe()}{_in_parts(self.parts)}: {1e3 * self.cost.seconds:.1f} ms, "
-            f"{gibibytes(self.cost.peak)} of {gibibytes(self.limit)}"
+            f"{memory_size(self.cost.peak)} of {memory_size(self.limit)}"
         ]
         if not self.measured:
             return f"{lines[0]} (measured earlier)"
@@ -83,7 +83,7 @@ def table(measured: Sequence[MeasuredPlan], limit: int) -> str:
         else:
             fits = "yes" if plan.cost.peak <= limit else ""
             rows.append(
-                [plan.describe(), str(plan.parts), f"{1e3 * plan.cost.seconds:.1f}", gibibytes(plan.cost.peak), fits]
+                [plan.describe(), str(plan.parts), f"{1e3 * plan.cost.seconds:.1f}", memory_size(plan.cost.peak), fits]
             )
     return render(["storage of layers", "parts", "ms", "peak", "fits"], rows)
 

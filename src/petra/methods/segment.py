@@ -48,7 +48,7 @@ class Part:
             "operation (inplace=False), or make it one layer with the layer before it"
         )
         try:
-            outputs = evaluate(self.function, streams, self.storage)
+            outputs = evaluate((self.function,), streams, self.storage)
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError | LayerError):
                 raise
@@ -91,7 +91,9 @@ class Segment:
         found: list[Part] = []
         for index, (layer, above) in enumerate(zip(self.layers, [*self.layers[1:], None], strict=True), self.first):
             if isinstance(layer, ReversibleLayer):
-                found += [Part((index, i), coupling, False, self.storage) for i, coupling in enumerate(layer.couplings())]
+                found += [
+                    Part((index, i), coupling, False, self.storage) for i, coupling in enumerate(layer.couplings())
+                ]
             else:
                 found.append(Part((index, 0), layer, widens(layer, above), self.storage))
         return found

@@ -178,7 +178,8 @@ class TwoStreamCoupling(Coupling):
         return Reconstructed((*self._pair(source.detach(), restored), *companions), backward)
 
     def _evaluate(self, source: Tensor, target: Tensor, companions: Streams) -> Any:
-        version = None if source.is_inference() else source._version
+        unknown = torch.compiler.is_compiling() or source.is_inference()
+        version = None if unknown else source._version
         output = self.keywords.call(self.function, source, companions)
         if version is not None and source._version != version:
             raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from petra.reversible.backprop import reversible_segment
 from petra.reversible.coupling import TwoStreamCoupling
+from petra.reversible.keyword_arguments import Keywords
 from petra.reversible.layer import ReversibleBlock, ReversibleLayer, ReversibleResidual
 from petra.reversible.segment_graph import SegmentGraphs
 from petra.reversible.storage import evaluate, set_storage, storage_of
@@ -144,14 +145,25 @@ class Network(nn.Sequential):
                 )
             else:
                 for layer, above in zip(layers, [*layers[1:], None], strict=True):
-                    takes = isinstance(layer, ReversibleLayer) or (isinstance(layer, Network) and layer._takes_keywords())
-                    streams = evaluate(layer, streams, storage, **(kwargs if takes else {}))
+                    if isinstance(layer, ReversibleLayer):
+                        streams = _stored(layer, streams, storage, **kwargs)
+                        continue
+                    inner = kwargs if isinstance(layer, Network) and layer._takes_keywords() else {}
+                    streams = evaluate((layer,), streams, storage, **inner)
                     streams = widened(streams) if widens(layer, above) else streams
         return single(streams)
 
     def _takes_keywords(self) -> bool:
         """Return whether there are reversible layers in this network or in networks inside it."""
         return any(isinstance(x, ReversibleLayer) or (isinstance(x, Network) and x._takes_keywords()) for x in self)
+
+
+def _stored(layer: ReversibleLayer, streams: Streams, storage: str | None, **kwargs: Any) -> Streams:
+    """Apply a reversible layer whose inputs are not reconstructed."""
+    tensors, keywords = Keywords.flatten(kwargs)
+    couplings = [coupling.with_keywords(keywords) for coupling in layer.couplings()]
+    found = evaluate(couplings, (*streams, *tensors), storage)
+    return found[: len(found) - len(tensors)]
 
 
 def segments(layers: Iterable[nn.Module]) -> Iterator[tuple[str | None, list[nn.Module]]]:

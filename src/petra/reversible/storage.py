@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from petra.reversible.coupling import Coupling
-from petra.reversible.keyword_arguments import Keywords
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.module_state import frozen_statistics, normalisations
 from petra.reversible.streams import Streams, as_streams
@@ -59,8 +59,8 @@ def set_storage(layers: Sequence[nn.Module], storages: Sequence[str]) -> None:
             budget_of(storage)
         if storage == "reconstruct" and not isinstance(layer, ReversibleLayer):
             raise ValueError(
-                f"layer {index} ({type(layer).__name__}) is not reversible and cannot be reconstructed: give 'store' or "
-                "'recompute'"
+                f"layer {index} ({type(layer).__name__}) is not reversible, so its inputs cannot be reconstructed: "
+                "give 'store' or 'recompute'"
             )
     for layer, storage in zip(layers, storages, strict=True):
         layer.storage = storage  # type: ignore[assignment]
@@ -94,12 +94,12 @@ def budget_of(storage: str) -> float | None:
 Function = nn.Module | Coupling
 
 
-def evaluate(function: Function, streams: Streams, storage: str | None, **kwargs: Any) -> Streams:
-    """Compute the outputs of a layer or coupling under autograd, which keeps what the storage says.
+def evaluate(functions: Sequence[Function], streams: Streams, storage: str | None, **kwargs: Any) -> Streams:
+    """Compute the outputs of couplings, or of a layer, under autograd, which keeps what the storage says.
 
     Args:
-        function: The layer or coupling.
-        streams: Its inputs.
+        functions: The layer, or the couplings of a reversible layer.
+        streams: The inputs.
         storage: The storage; None, and `"reconstruct"` outside of a reversible segment, mean `"store"`.
         **kwargs: Keyword arguments for a layer.
 
@@ -107,48 +107,47 @@ def evaluate(function: Function, streams: Streams, storage: str | None, **kwargs
         The outputs.
     """
     if storage in (None, "store", "reconstruct") or not torch.is_grad_enabled():
-        return _plain(function, kwargs, *streams)
+        return _plain(functions, kwargs, *streams)
     if storage == "offload":
         with offloaded():
-            return _plain(function, kwargs, *streams)
+            return _plain(functions, kwargs, *streams)
     budget = budget_of(storage)
     if budget is not None:
-        with torch._functorch.config.patch(activation_memory_budget=budget):
-            return _compiled()(function, kwargs, f"{budget:g}", *streams)  # type: ignore[no-any-return]
-    selective = storage == "selective"
-    norms = normalisations(function.modules if isinstance(function, Coupling) else (function,))
+        from torch._functorch import config
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        first, again = create_selective_checkpoint_contexts(_policy) if selective else (ExitStack(), ExitStack())
+        with config.patch(activation_memory_budget=budget):
+            return _compiled(budget, tuple(x.shape for x in streams))(functions, kwargs, *streams)
+    selective = storage == "selective"
+    norms = normalisations(m for f in functions for m in (f.modules if isinstance(f, Coupling) else (f,)))
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first: AbstractContextManager[Any] = ExitStack()
+        again: AbstractContextManager[Any] = ExitStack()
+        if selective:
+            first, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
         # Without this, the second computation would change running statistics once more.
         return first, _both(again, lambda: frozen_statistics(norms))
 
-    return checkpoint(_plain, function, kwargs, *streams, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+    return checkpoint(_plain, functions, kwargs, *streams, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
 
-def _plain(function: Function, kwargs: dict[str, Any], *streams: Tensor) -> Streams:
-    if isinstance(function, Coupling):
-        return function.forward(streams)
-    if not isinstance(function, ReversibleLayer):
-        return as_streams(function(*streams, **kwargs))
-    tensors, keywords = Keywords.flatten(kwargs)
-    found = (*streams, *tensors)
-    for coupling in function.couplings():
-        found = coupling.with_keywords(keywords).forward(found)
-    return found[: len(found) - len(tensors)]
-
-
-def _with_budget(function: Function, kwargs: dict[str, Any], budget: str, *streams: Tensor) -> Streams:
-    assert budget  # the compiler's own setting; reading it here makes the compiler tell one from another
-    return _plain(function, kwargs, *streams)
+def _plain(functions: Sequence[Function], kwargs: dict[str, Any], *streams: Tensor) -> Streams:
+    for function in functions:
+        if isinstance(function, Coupling):
+            streams = function.forward(streams)
+        else:
+            streams = as_streams(function(*streams, **kwargs))
+    return streams
 
 
 @cache
-def _compiled() -> Callable[..., Streams]:
-    config = torch._dynamo.config
-    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # PyTorch 2.6
-    setattr(config, limit, max(getattr(config, limit), 256))
-    return torch.compile(_with_budget, dynamic=False)
+def _compiled(budget: float, shapes: tuple[torch.Size, ...]) -> Callable[..., Streams]:
+    """Return a compiled function with code of its own for each budget and shape.
+
+    The compiler looks for the version of a function by checking the conditions of one after another, which takes time.
+    """
+    own = FunctionType(_plain.__code__.replace(co_name=f"layer_with_budget_{budget:g}"), _plain.__globals__)
+    return torch.compile(own, dynamic=False)
 
 
 @contextmanager
