@@ -24,7 +24,7 @@ from torch import nn
 import petra
 from petra.formatting import memory_size, parse_bytes, render
 from petra.measure import environment
-from petra.memory import DoesNotFit, fit_memory
+from petra.memory import DoesNotFit, allocated_bytes, fit_memory
 from petra.memory.step_cost import StepCost, measure_step
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -68,8 +68,11 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def allocated(self) -> int:
+        return allocated_bytes(self.network, [self.optimizer])
+
     def cost(self) -> StepCost | None:
-        found = measure_step(self.step, self.device, 0)
+        found = measure_step(self.step, self.device, self.allocated)
         self.optimizer.zero_grad()
         return found
 
@@ -135,7 +138,7 @@ def ours(options: argparse.Namespace, sizes: dict[str, Any], device: torch.devic
             continue
         seconds = time.perf_counter() - began
         print(plan, flush=True)
-        cost = measure_step(lambda plan=plan: training.step(plan.parts), device, 0)
+        cost = measure_step(lambda plan=plan: training.step(plan.parts), device, training.allocated)
         training.optimizer.zero_grad()
         say("ours", str(plan).splitlines()[0].rpartition(": ")[0], cost, seconds, limit=limit, parts=plan.parts)
 

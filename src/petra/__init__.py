@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from petra import models, optim
     from petra.conversion import ConversionReport, as_network, conversion_report, make_reversible, set_blend
     from petra.distributed import JobFailed, LostRank
+    from petra.memory import DoesNotFit, MemoryPlan, fit_memory
     from petra.methods import METHODS, LayerError, Method
     from petra.pipeline import Diverged, MicrobatchResult, NonFiniteLoss
     from petra.reversible import (
@@ -42,6 +43,7 @@ __all__ = [
     "ConversionReport",
     "Deadlock",
     "Diverged",
+    "DoesNotFit",
     "EarlyStopping",
     "Evaluation",
     "FitResult",
@@ -52,6 +54,7 @@ __all__ = [
     "JobFailed",
     "LayerError",
     "LostRank",
+    "MemoryPlan",
     "Method",
     "MicrobatchResult",
     "Network",
@@ -66,6 +69,7 @@ __all__ = [
     "as_network",
     "check_invertible",
     "conversion_report",
+    "fit_memory",
     "load",
     "make_reversible",
     "models",
@@ -78,6 +82,7 @@ __all__ = [
 _PACKAGES = {
     "conversion": ("ConversionReport", "as_network", "conversion_report", "make_reversible", "set_blend"),
     "distributed": ("JobFailed", "LostRank"),
+    "memory": ("DoesNotFit", "MemoryPlan", "fit_memory"),
     "methods": ("METHODS", "LayerError", "Method"),
     "pipeline": ("Diverged", "MicrobatchResult", "NonFiniteLoss"),
     "runs": ("load",),

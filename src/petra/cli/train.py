@@ -22,17 +22,20 @@ from petra.cli.options import (
     given,
     reporting,
 )
+from petra.data import Data
 from petra.distributed import Recovery, Snapshots, Transport, launch_ranks, run_in_job
 from petra.distributed.job import ReportedElsewhere, world_size
 from petra.distributed.membership import is_replacement
-from petra.formatting import counted, mebibytes
+from petra.formatting import counted, mebibytes, parse_bytes
 from petra.runs.config import MAY_CHANGE, RunConfig
 from petra.runs.dry_run import dry_run
+from petra.runs.fit_run import fit_run
 from petra.runs.option_fields import check_values, option, whole_numbers
 from petra.runs.resume import read_config
 from petra.runs.run import Run
 from petra.runs.run_folder import CHECKPOINTS, CONFIG, check_no_run, started_by_this_job
 from petra.runs.run_options import PROCESSES
+from petra.runs.trained_network import vocabulary_files
 from petra.runs.weight_files import check_weights
 from petra.trainer.checkpoint_folder import LATEST
 from petra.trainer.interrupts import Interrupted
@@ -101,6 +104,15 @@ class ProcessOptions:
         help="print stages, staleness, and predicted memory and time, and do not train",
         group=WHERE,
     )
+    memory: int | None = option(
+        None,
+        help="choose what layers store, and smaller micro-batches if need be, so that a step is as fast as possible "
+        "with so much memory; for method reversible in one process",
+        group=WHERE,
+        metavar="SIZE",
+        parse=parse_bytes,
+        default_text="no limit",
+    )
     trace: int = option(
         0,
         help="write a timeline of this many ticks (100 if no number is given)",
@@ -157,7 +169,11 @@ def run(options: argparse.Namespace) -> int:
         recovery = Recovery(options.replacements, options.spares) if options.snapshot_every else None
         processes = ranks * config.replicas
         return launch_ranks(options.arguments, processes, options.module, replicas=config.replicas, recovery=recovery)
-    device, data = set_up_device(options), []
+    device = set_up_device(options)
+    data: list[Data] = []
+
+    if options.memory is not None:
+        config = _fit(options, config, ranks, device, data)
 
     def load_data() -> None:
         data.append(config.load_data())
@@ -204,6 +220,25 @@ def run(options: argparse.Namespace) -> int:
     if summary is not None:
         print(f"{_result(summary)}; in {folder}")
     return 0
+
+
+def _fit(
+    options: argparse.Namespace, config: RunConfig, ranks: int, device: torch.device, data: list[Data]
+) -> RunConfig:
+    """Return the configuration that fits into `--memory`, and print why."""
+    if ranks > 1 or world_size() > 1:
+        raise ValueError("--memory is for one process: leave it out, or train with --ranks 1")
+    if options.cuda_graph:
+        raise ValueError("--memory does not count the memory of captured ticks: leave out --memory or --cuda-graph")
+    options.cuda_graph = False
+    data.append(config.load_data())
+    files = vocabulary_files(data[0])
+    config, plan = fit_run(
+        config, options.memory, device, data[0], files, split=not options.resume, quiet=options.quiet
+    )
+    if not options.quiet:
+        print(plan, file=sys.stderr)
+    return config
 
 
 def _result(summary: dict[str, Any]) -> str:

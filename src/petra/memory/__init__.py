@@ -5,8 +5,18 @@ one step, `upgrades.py` puts changes of storage into an order, `memory_plan.py` 
 results for the next time. What the storages mean is in `petra.reversible.storage`.
 """
 
-from petra.memory.fit import fit_memory
+from petra.memory.fit import COMPILED, EAGER, allocated_bytes, fit_memory, search_plan
 from petra.memory.memory_plan import DoesNotFit, MeasuredPlan, MemoryPlan
 from petra.memory.step_cost import StepCost
 
-__all__ = ["DoesNotFit", "MeasuredPlan", "MemoryPlan", "StepCost", "fit_memory"]
+__all__ = [
+    "COMPILED",
+    "EAGER",
+    "DoesNotFit",
+    "MeasuredPlan",
+    "MemoryPlan",
+    "StepCost",
+    "allocated_bytes",
+    "fit_memory",
+    "search_plan",
+]

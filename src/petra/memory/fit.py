@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from petra.reversible.randomness import forked
 from petra.reversible.storage import set_storage, storage_of
 
 Storages = tuple[str, ...]
-_EAGER = ("selective", "store")
-_COMPILED = ("store:0.2", "store:0.5", "store:1")
+EAGER = ("selective", "store")
+COMPILED = ("store:0.2", "store:0.5", "store:1")
+_FINALISTS = 3
 _CLOSE = 0.01
 """The share of a step's time that is not worth another measurement."""
 
@@ -75,30 +76,73 @@ def fit_memory(
     """
     if not isinstance(network, Network):
         raise ValueError(f"fit_memory needs a petra.Network, not a {type(network).__name__}: use petra.as_network")
-    device = next((t.device for t in held_tensors(network)), torch.device("cpu"))
+    device = next((t.device for t in held_tensors([network])), torch.device("cpu"))
     compiled = device.type == "cuda" if compile is None else compile
     if compiled:
         network.compile_functions()
-    more = (_COMPILED if compiled else _EAGER) if storages is None else tuple(storages)
+    splits = any(
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+        for p in inspect.signature(step).parameters.values()
+    )
+    with _restored(network, optimizer, device):
+        return search_plan(
+            network,
+            parse_bytes(limit),
+            step if splits else lambda parts: step(),
+            device,
+            allocated=lambda: allocated_bytes(network, [] if optimizer is None else [optimizer]),
+            storages=(COMPILED if compiled else EAGER) if storages is None else tuple(storages),
+            max_parts=max_parts if splits else 1,
+            cache=cache,
+            quiet=quiet,
+        )
+
+
+def search_plan(
+    network: Network,
+    limit: int,
+    step: Callable[[int], object],
+    device: torch.device,
+    *,
+    allocated: Callable[[], int],
+    storages: Storages,
+    max_parts: int,
+    cache: bool,
+    quiet: bool,
+) -> MemoryPlan:
+    """Find the fastest training step whose peak memory stays under a limit, and set the storages of the network.
+
+    Args:
+        network: The network.
+        limit: The bytes.
+        step: A training step, with a batch in so many parts.
+        device: The device.
+        allocated: Returns the bytes of weights, gradients and optimizer state.
+        storages: The storages to try.
+        max_parts: The largest number of parts.
+        cache: Use and keep plans.
+        quiet: Show no progress bar.
+
+    Returns:
+        The plan.
+    """
     before = [storage_of(layer) for layer in network]
-    search = _Search(network, parse_bytes(limit), step, device, more, max_parts, quiet, optimizer)
-    done = False
+    search = _Search(network, limit, step, device, allocated, storages, max_parts, quiet)
     try:
-        with _restored(network, optimizer, device):
-            plan = search.run(compiled, cache)
-        network.use_storage(*plan.storages)
-        done = True
+        plan = search.run(cache)
+    except BaseException:
+        _reset_storage(network, before)
+        raise
     finally:
         search.bar.close()
-        if not done:
-            _reset_storage(network, before)
+    network.use_storage(*plan.storages)
     return plan
 
 
 def _reset_storage(network: Network, storages: Sequence[str | None]) -> None:
     for layer, storage in zip(network, storages, strict=True):
         if storage is None:
-            del layer.storage
+            layer.__dict__.pop("storage", None)
         else:
             set_storage([layer], [storage])
 
@@ -120,25 +164,20 @@ class _Search:
         self,
         network: Network,
         limit: int,
-        step: Callable[..., object],
+        step: Callable[[int], object],
         device: torch.device,
+        allocated: Callable[[], int],
         storages: Storages,
         max_parts: int,
         quiet: bool,
-        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self.network, self.limit, self.device = network, limit, device
-        self._step, self._optimizer = step, optimizer
-        self._splits = any(
-            p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-            for p in inspect.signature(step).parameters.values()
-        )
-        self._max_parts = max_parts if self._splits else 1
+        self._step, self._allocated, self._max_parts = step, allocated, max_parts
         self._groups = list(_groups(network, storages))
         self._measured: dict[tuple[Storages, int], MeasuredPlan] = {}
         self.bar = tqdm(desc="fitting memory", unit=" plans", disable=quiet or not sys.stderr.isatty(), leave=False)
 
-    def run(self, compiled: bool, cache: bool) -> MemoryPlan:
+    def run(self, cache: bool) -> MemoryPlan:
         """Return the plan for the limit."""
         least = self._least()
         parts = 1
@@ -146,10 +185,10 @@ class _Search:
         while cost is None and parts < self._max_parts:
             parts *= 2
             cost = self._measure(least, parts)
-        choices = [cost, parts, self._max_parts, [group.others for group in self._groups]]
         # The peak of this first step depends on the batch and on all else in the step, so it tells steps apart.
-        choices[0] = None if cost is None else cost.peak
-        key = cache_key(self.network, self.device, self.limit, compiled, choices)
+        peak = None if cost is None else cost.peak
+        choices = [peak, parts, self._max_parts, [group.others for group in self._groups]]
+        key = cache_key(self.network, self.device, self.limit, choices)
         kept = read_plan(key, len(self.network)) if cache else None
         if kept is not None:
             again = self._measure(kept.storages, kept.parts)
@@ -157,6 +196,7 @@ class _Search:
                 return MemoryPlan(self.limit, kept.storages, kept.parts, again, ())
         if cost is not None:
             self._choose(self._order(least, parts, cost), parts)
+        self._measure_finalists()
         plan = self._fastest()
         if cache:
             write_plan(key, plan)
@@ -226,12 +266,21 @@ class _Search:
     def _measure(self, storages: Storages, parts: int) -> StepCost | None:
         if (storages, parts) not in self._measured:
             self.network.use_storage(*storages)
-            step = (lambda: self._step(parts)) if self._splits else self._step
-            cost = measure_step(step, self.device, _allocated(self.network, self._optimizer))
+            cost = measure_step(lambda: self._step(parts), self.device, self._allocated)
             plan = self._measured[storages, parts] = MeasuredPlan(storages, parts, cost)
             self.bar.update()
             self.bar.set_postfix_str(plan.describe() + (f", {memory_size(cost.peak)}" if cost else ", out of memory"))
         return self._measured[storages, parts].cost
+
+    def _measure_finalists(self) -> None:
+        """Measure the fastest plans once more, because times vary."""
+        finalists = sorted(self._fitting(), key=_seconds)[:_FINALISTS]
+        for plan in finalists if len(finalists) > 1 else ():
+            first = self._measured.pop((plan.storages, plan.parts)).cost
+            again = self._measure(plan.storages, plan.parts)
+            if first is not None and again is not None:
+                cost = StepCost(min(first.seconds, again.seconds), max(first.peak, again.peak))
+                self._measured[plan.storages, plan.parts] = replace(plan, cost=cost)
 
     def _fitting(self) -> list[MeasuredPlan]:
         return [plan for plan in self._measured.values() if plan.cost is not None and plan.cost.peak <= self.limit]
@@ -241,12 +290,16 @@ class _Search:
         if not fitting:
             peaks = [plan.cost.peak for plan in self._measured.values() if plan.cost is not None]
             least = f"the smallest needs {memory_size(min(peaks))}" if peaks else "none fits into the device"
-            split = "" if self._splits else ", or let the step take a number of parts to split the batch into"
+            split = "" if self._max_parts > 1 else ", or let the step take a number of parts to split the batch into"
             more = f"give more memory or a smaller batch{split}"
             raise DoesNotFit(f"no training step fits into {memory_size(self.limit)}: {least}; {more}")
-        best = min(fitting, key=lambda plan: plan.cost.seconds if plan.cost else float("inf"))
+        best = min(fitting, key=_seconds)
         assert best.cost is not None
         return MemoryPlan(self.limit, best.storages, best.parts, best.cost, tuple(self._measured.values()))
+
+
+def _seconds(plan: MeasuredPlan) -> float:
+    return float("inf") if plan.cost is None else plan.cost.seconds
 
 
 def _with(storages: Storages, changes: Mapping[int, str]) -> Storages:
@@ -270,11 +323,19 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return type(layer), frozenset(shapes)
 
 
-def _allocated(network: Network, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of weights, gradients and optimizer state on a CPU."""
-    tensors = held_tensors(network)
+def allocated_bytes(network: Network, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the bytes of weights, gradients and optimizer state.
+
+    Args:
+        network: The network.
+        optimizers: Its optimizers.
+
+    Returns:
+        The bytes, each storage once.
+    """
+    tensors = held_tensors([network])
     tensors += [p.grad for p in network.parameters() if p.grad is not None]
-    if optimizer is not None:
+    for optimizer in optimizers:
         tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
@@ -282,7 +343,7 @@ def _allocated(network: Network, optimizer: torch.optim.Optimizer | None) -> int
 @contextmanager
 def _restored(network: Network, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[None]:
     """Restore weights, buffers, gradients, optimizer and random numbers at the end."""
-    tensors = held_tensors(network)
+    tensors = held_tensors([network])
     copies = [x.detach().to("cpu", copy=True) for x in tensors]
     gradients = [(p, p.grad) for p in network.parameters()]
     state = (

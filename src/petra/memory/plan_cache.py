@@ -22,14 +22,13 @@ def cache_folder() -> Path:
     return Path(base) / "petra" / "memory"
 
 
-def cache_key(network: Network, device: torch.device, limit: int, compiled: bool, choices: Sequence[object]) -> str:
+def cache_key(network: Network, device: torch.device, limit: int, choices: Sequence[object]) -> str:
     """Return a key of everything that a plan depends on.
 
     Args:
         network: The network.
         device: The device.
         limit: The bytes that are allowed.
-        compiled: Whether layers are compiled.
         choices: What else decides, such as the peak memory of the slowest step, which depends on the batch.
 
     Returns:
@@ -38,7 +37,7 @@ def cache_key(network: Network, device: torch.device, limit: int, compiled: bool
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in network.named_parameters()]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
     versions = (petra.__version__, torch.__version__)
-    text = repr((str(network), parameters, name, versions, limit, compiled, *choices))
+    text = repr((str(network), parameters, name, versions, limit, *choices))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

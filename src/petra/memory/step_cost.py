@@ -27,13 +27,13 @@ class StepCost:
     """The most bytes allocated at the same time, with weights, gradients and optimizer state."""
 
 
-def measure_step(step: Step, device: torch.device, allocated: int) -> StepCost | None:
+def measure_step(step: Step, device: torch.device, allocated: Callable[[], int]) -> StepCost | None:
     """Measure a training step.
 
     Args:
         step: One training step.
         device: The device that it runs on.
-        allocated: On a CPU, the bytes that are allocated before and after each step; a GPU knows.
+        allocated: Returns the bytes that are allocated between steps; on a GPU, its allocator knows.
 
     Returns:
         Its cost; None if there was not enough memory on the device.
@@ -41,7 +41,7 @@ def measure_step(step: Step, device: torch.device, allocated: int) -> StepCost |
     try:
         for _ in range(2):  # compilers, libraries that choose kernels, and optimizer state
             step()
-        return _on_gpu(step, device) if device.type == "cuda" else _on_cpu(step, allocated)
+        return _on_gpu(step, device) if device.type == "cuda" else _on_cpu(step, allocated())
     except torch.OutOfMemoryError:
         return None
     finally:

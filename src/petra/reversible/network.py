@@ -112,11 +112,7 @@ class Network(nn.Sequential):
         Raises:
             ValueError: If a name is unknown, a layer is not reversible, or the number is wrong.
         """
-        layers = list(self)
-        if len(storages) == 1 and len(layers) != 1:
-            layers = [layer for layer in layers if isinstance(layer, ReversibleLayer)]
-            storages = storages * len(layers)
-        set_storage(layers, storages)
+        set_storage(list(self), storages)
         return self
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor | Streams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
+from itertools import groupby
 from types import FunctionType
 from typing import Any
 
@@ -47,11 +48,31 @@ def set_storage(layers: Sequence[nn.Module], storages: Sequence[str]) -> None:
 
     Args:
         layers: The layers.
-        storages: A name for each.
+        storages: A name for each, or one for all reversible layers.
 
     Raises:
-        ValueError: If there are more or fewer names than layers, a name is unknown, or a layer is not reversible.
+        ValueError: If the number of names is wrong, a name is unknown, or a layer is not reversible.
     """
+    for layer, storage in assigned(layers, storages):
+        layer.storage = storage  # type: ignore[assignment]
+
+
+def assigned(layers: Sequence[nn.Module], storages: Sequence[str]) -> list[tuple[nn.Module, str]]:
+    """Return the layers with their storages.
+
+    Args:
+        layers: The layers.
+        storages: A name for each, or one for all reversible layers.
+
+    Returns:
+        The layers whose storage is given.
+
+    Raises:
+        ValueError: If the number of names is wrong, a name is unknown, or a layer is not reversible.
+    """
+    if len(storages) == 1 and len(layers) != 1:
+        layers = [layer for layer in layers if isinstance(layer, ReversibleLayer)]
+        storages = list(storages) * len(layers)
     if len(storages) != len(layers):
         raise ValueError(f"{len(storages)} storages for {len(layers)} layers: give one for each")
     for index, (layer, storage) in enumerate(zip(layers, storages, strict=True)):
@@ -62,8 +83,36 @@ def set_storage(layers: Sequence[nn.Module], storages: Sequence[str]) -> None:
                 f"layer {index} ({type(layer).__name__}) is not reversible, so its inputs cannot be reconstructed: "
                 "give 'store' or 'recompute'"
             )
-    for layer, storage in zip(layers, storages, strict=True):
-        layer.storage = storage  # type: ignore[assignment]
+    return list(zip(layers, storages, strict=True))
+
+
+def expand_storages(names: Sequence[str]) -> list[str]:
+    """Return the storage of each layer.
+
+    Args:
+        names: Storages, where `12*store` stands for twelve layers.
+
+    Returns:
+        One name for each layer.
+
+    Raises:
+        ValueError: If there is no such storage, or a number is not positive.
+    """
+    found: list[str] = []
+    for name in names:
+        count, _, storage = name.partition("*") if "*" in name else ("1", "", name)
+        if not count.strip().isdecimal() or int(count) < 1:
+            raise ValueError(f"{name!r} should begin with a number of layers, as in '12*store'")
+        if storage.strip() not in STORAGES:
+            budget_of(storage.strip())
+        found += [storage.strip()] * int(count)
+    return found
+
+
+def shorten_storages(storages: Sequence[str]) -> tuple[str, ...]:
+    """Return what `expand_storages` takes, with equal neighbours together."""
+    runs = [(storage, len(list(equal))) for storage, equal in groupby(storages)]
+    return tuple(storage if count == 1 else f"{count}*{storage}" for storage, count in runs)
 
 
 def budget_of(storage: str) -> float | None:

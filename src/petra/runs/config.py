@@ -21,6 +21,7 @@ from petra.methods import METHODS
 from petra.pipeline import partition
 from petra.pipeline.stage import Loss
 from petra.reversible import ReversibleLayer
+from petra.reversible.storage import assigned, expand_storages
 from petra.runs import recipes
 from petra.runs.file_hashes import parse_json, read_json
 from petra.runs.model_arguments import options_for_both, outline
@@ -35,7 +36,7 @@ from petra.trainer.optimizers import ADAPTIVE, OPTIMIZERS
 from petra.trainer.optimizers_by_name import default_lr, optimizer_by_name
 from petra.trainer.schedules import accepts, choose_schedule
 from petra.trainer.stability import largest_lr
-from petra.trainer.validation import DEFAULT_STAGES, choose_corrections
+from petra.trainer.validation import DEFAULT_STAGES, check_storage, choose_corrections
 
 MAY_CHANGE = (
     "checkpoint_every",
@@ -48,6 +49,7 @@ MAY_CHANGE = (
     "replicas",
     "data",
     "workers",
+    "storage",
 )
 """Options that may differ when a run is resumed. Data may have moved; its fingerprint is compared."""
 ADDED = (
@@ -66,6 +68,7 @@ ADDED = (
     "monitor",
     "save_best",
     "keep",
+    "storage",
 )
 """Options that the `config.json` of an older run may lack; it had their defaults."""
 
@@ -380,6 +383,8 @@ class RunConfig(RunOptions):
             )
         if self.channels_last and not any(p.ndim == 4 for p in layers.parameters()):
             raise ValueError(f"--channels-last is for convolutions, and {self.model} has none: leave it out")
+        if self.storage:
+            check_storage(assigned(list(layers), expand_storages(self.storage)), method)
         cuts = partition(len(layers), self.stages)
         schedule = choose_schedule(method, len(cuts), self.accumulate, self.schedule, self.flush_until)
         for correction in choose_corrections(self.corrections, method, schedule):

@@ -12,6 +12,7 @@ from petra.data.hold_out import DEFAULT_TEST_FRACTION
 from petra.data.image_files import DEFAULT_IMAGE_SIZE
 from petra.data.image_pipeline import AUGMENTATIONS, BACKENDS
 from petra.methods import METHODS
+from petra.reversible.storage import expand_storages, shorten_storages
 from petra.runs.option_fields import fractions, option, schedule_option, whole_numbers
 from petra.trainer.lr_schedules import LR_SCHEDULES
 from petra.trainer.optimizers import OPTIMIZERS
@@ -23,6 +24,11 @@ MODEL, TRAINING, PROCESSES, CHECKPOINTS = "model and data", "training", "several
 def _correction_names(text: str) -> tuple[str, ...]:
     """Parse `predict,shrink:0.9`: names, each with its parameter."""
     return tuple(str(correction) for correction in choose(part for part in text.split(",") if part))
+
+
+def _storages(text: str) -> tuple[str, ...]:
+    """Parse `2*store,24*store:0.5`."""
+    return shorten_storages(expand_storages([part.strip() for part in text.split(",") if part.strip()]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +275,15 @@ class RunOptions:
         group=TRAINING,
         choices=("fixed-point",),
         default_text="that of the network",
+    )
+    storage: tuple[str, ...] = option(
+        (),
+        help="what layers keep for the backward pass of method reversible: reconstruct, store, or store:B to compile "
+        "them and keep a share of about B; one for all reversible layers, or for each layer, like 2*store,24*store:0.5",
+        group=TRAINING,
+        metavar="STORAGE,…",
+        parse=_storages,
+        default_text="reconstruct",
     )
     compile: bool = option(
         False, help="compile layers and residual functions with torch.compile", group=TRAINING, default_text="off"

@@ -14,6 +14,7 @@ from petra.formatting import counted
 from petra.methods.petra import Petra
 from petra.optim import hidden_matrices
 from petra.reversible import Network, ReversibleLayer
+from petra.reversible.storage import expand_storages
 from petra.runs.config import RunConfig
 from petra.runs.trained_network import NetworkSpec
 from petra.runs.weight_files import init_weights
@@ -84,20 +85,36 @@ class TrainerSetup:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if config.compile:
             network.compile_functions()
+        if config.storage:
+            network.use_storage(*expand_storages(config.storage))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotReversibleWarning)  # `config_warnings` says it
-            return self._trainer(network, transport, stages, schedule, placement, cuda_graph, flush_until)
+            return self.trainer(network, transport, stages, schedule, placement, cuda_graph, flush_until)
 
-    def _trainer(
+    def trainer(
         self,
         network: Network,
         transport: Transport,
         stages: int | Sequence[int],
         schedule: str | Sequence[int] | None,
-        placement: Sequence[int] | None,
-        cuda_graph: bool | None,
-        flush_until: int | None,
+        placement: Sequence[int] | None = None,
+        cuda_graph: bool | None = False,
+        flush_until: int | None = None,
     ) -> RunTrainer:
+        """Build a trainer of a network.
+
+        Args:
+            network: The network.
+            transport: Connects it with other ranks.
+            stages: The number of stages, or the layers of each.
+            schedule: The schedule of a pipelined method.
+            placement: The rank of each stage.
+            cuda_graph: Whether to capture ticks; None decides by the device.
+            flush_until: The number of first updates with exact gradients.
+
+        Returns:
+            The trainer.
+        """
         config = self.config
         return RunTrainer(
             network,

@@ -35,6 +35,7 @@ from petra.pipeline import (
 )
 from petra.pipeline.optimizer_factory import OptimizerFactory
 from petra.pipeline.stage import Loss
+from petra.reversible.storage import storage_of
 from petra.reversible.streams import Streams, as_streams, channels_last, single
 from petra.schedule import SequentialSchedule
 from petra.trainer import state as states
@@ -57,6 +58,7 @@ from petra.trainer.validation import (
     check_kinds,
     check_network,
     check_no_sharing,
+    check_storage,
     choose_corrections,
     make_graph_capture,
     make_optimizer,
@@ -184,6 +186,7 @@ class Trainer:
             self.defaults = TrainingDefaults.choose(network, self.method, self.schedule)
             optimizer, scheduler = self.defaults.make_optimizer, scheduler or self.defaults.make_scheduler
             corrections = self.defaults.corrections if corrections is None else corrections
+        check_storage(((layer, storage_of(layer)) for layer in network), self.method)
         self.corrections = choose_corrections(() if corrections is None else corrections, self.method, self.schedule)
         self.network = network
         """The network; if it was another module, its layers as `as_network` returns them."""

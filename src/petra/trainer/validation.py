@@ -15,11 +15,12 @@ from petra.conversion import ModuleNetwork
 from petra.corrections import Correction, PeakLearningRates, StageCorrections, choose
 from petra.cudagraph import CudaGraphCapture, GraphCapture
 from petra.methods import Method
-from petra.methods.petra import Petra
+from petra.methods.petra import Petra, ReversibleBackprop
 from petra.optim import CombinedOptimizer, optimizers_of
 from petra.pipeline import Stage, partition
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.reversible import Network, ReversibleLayer
+from petra.reversible.storage import budget_of
 from petra.reversible.streams import Streams
 from petra.schedule import InterleavedSchedule, PipelineSchedule
 
@@ -57,6 +58,24 @@ def warn_if_not_reversible(method: Method, network: nn.Sequential) -> None:
             NotReversibleWarning,
             stacklevel=3,
         )
+
+
+def check_storage(storages: Iterable[tuple[nn.Module, str | None]], method: Method) -> None:
+    """Raise ValueError if a layer has a storage that the method cannot use."""
+    for layer, storage in storages:
+        if storage in (None, "reconstruct"):
+            continue
+        kind = type(layer).__name__
+        if not isinstance(method, ReversibleBackprop):
+            raise ValueError(
+                f"storage {storage!r} of a {kind} is for method reversible, where weights are the same in forward and "
+                f"backward, and not for {method.name}: choose method reversible, or do not set a storage"
+            )
+        if storage != "store" and budget_of(storage) is None:
+            raise ValueError(
+                f"storage {storage!r} of a {kind} is for your own training step: a trainer can store, store:B or "
+                "reconstruct"
+            )
 
 
 def check_batch(inputs: Streams, targets: Any, microbatch: int, replicas: int = 1) -> None:
