@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None, *, module: str = "petra") -> in
     Returns:
         The exit code.
     """
+    # Read when PyTorch is imported. Its warnings of C++ code, such as those of the profiler, tell a user nothing.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = build_parser()
     if not arguments:

@@ -45,8 +45,8 @@ def measure_step(step: Step, device: torch.device, allocated: Callable[[], int])
     except torch.OutOfMemoryError:
         return None
     finally:
-        gc.collect()
         if device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -74,4 +74,5 @@ def upgrades(layers: Sequence[Mapping[str, Gain]]) -> list[Upgrade]:
 
 
 def _rate(before: Gain, after: Gain) -> float:
-    return (after.seconds - before.seconds) / max(after.bytes - before.bytes, 1.0)
+    more = after.bytes - before.bytes
+    return (after.seconds - before.seconds) / more if more > 0 else float("inf")

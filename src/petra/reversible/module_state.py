@@ -6,7 +6,7 @@ for speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -66,11 +66,27 @@ def frozen_statistics(norms: Iterable[nn.Module]) -> Iterator[None]:
 
     A micro-batch passes a layer twice, in the forward pass and when it is recomputed, but must be counted once.
     """
+    with _other_statistics(norms, lambda buffer: None):
+        yield
+
+
+@contextmanager
+def discarded_statistics(norms: Iterable[nn.Module]) -> Iterator[None]:
+    """Let training-mode norms update copies of their running statistics.
+
+    Like `frozen_statistics`, but autograd saves as many tensors as without it.
+    """
+    with _other_statistics(norms, lambda buffer: None if buffer is None else buffer.clone()):
+        yield
+
+
+@contextmanager
+def _other_statistics(norms: Iterable[nn.Module], other: Callable[[Tensor | None], Tensor | None]) -> Iterator[None]:
     removed = []
     for norm in norms:
         if norm.training:
             removed.append((norm, {name: norm._buffers[name] for name in _STATISTICS}))
-            norm._buffers.update(dict.fromkeys(_STATISTICS))
+            norm._buffers.update({name: other(norm._buffers[name]) for name in _STATISTICS})
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from petra.reversible.coupling import Coupling
 from petra.reversible.layer import ReversibleLayer
-from petra.reversible.module_state import frozen_statistics, normalisations
+from petra.reversible.module_state import discarded_statistics, normalisations
 from petra.reversible.streams import Streams, as_streams
 
 STORAGES = {
@@ -76,8 +76,7 @@ def assigned(layers: Sequence[nn.Module], storages: Sequence[str]) -> list[tuple
     if len(storages) != len(layers):
         raise ValueError(f"{len(storages)} storages for {len(layers)} layers: give one for each")
     for index, (layer, storage) in enumerate(zip(layers, storages, strict=True)):
-        if storage not in STORAGES:
-            budget_of(storage)
+        budget_of(storage)
         if storage == "reconstruct" and not isinstance(layer, ReversibleLayer):
             raise ValueError(
                 f"layer {index} ({type(layer).__name__}) is not reversible, so its inputs cannot be reconstructed: "
@@ -103,8 +102,7 @@ def expand_storages(names: Sequence[str]) -> list[str]:
         count, _, storage = name.partition("*") if "*" in name else ("1", "", name)
         if not count.strip().isdecimal() or int(count) < 1:
             raise ValueError(f"{name!r} should begin with a number of layers, as in '12*store'")
-        if storage.strip() not in STORAGES:
-            budget_of(storage.strip())
+        budget_of(storage.strip())
         found += [storage.strip()] * int(count)
     return found
 
@@ -174,8 +172,7 @@ def evaluate(functions: Sequence[Function], streams: Streams, storage: str | Non
         again: AbstractContextManager[Any] = ExitStack()
         if selective:
             first, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-        # Without this, the second computation would change running statistics once more.
-        return first, _both(again, lambda: frozen_statistics(norms))
+        return first, _recomputing(again, norms)
 
     return checkpoint(_plain, functions, kwargs, *streams, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
@@ -200,8 +197,9 @@ def _compiled(budget: float, shapes: tuple[torch.Size, ...]) -> Callable[..., St
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    with first, second():
+def _recomputing(context: AbstractContextManager[Any], norms: list[nn.Module]) -> Iterator[None]:
+    # The second computation would change running statistics once more. The copies are made before operations count.
+    with discarded_statistics(norms), context:
         yield
 
 
