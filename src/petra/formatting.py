@@ -117,7 +117,9 @@ def mebibytes(count: int) -> str:
 
 
 def memory_size(count: int) -> str:
-    """Return a number of bytes as `1.50 GiB`, or as `1.50 MiB` if it is small."""
+    """Return a number of bytes as `1.50 GiB`, or as `1.50 MiB` or `1.5 KiB` if it is small."""
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
     return mebibytes(count) if count < 2**30 else f"{count / 2**30:.2f} GiB"
 
 

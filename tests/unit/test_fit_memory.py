@@ -85,7 +85,7 @@ def test_the_peak_is_under_the_limit_and_what_the_allocator_says():
 def test_what_does_not_fit_says_what_would():
     training = Training(perceptron())
     before = [storage_of(layer) for layer in training.network]
-    with pytest.raises(petra.DoesNotFit, match=r"no training step fits into 0\.50 MiB: the smallest needs") as caught:
+    with pytest.raises(petra.DoesNotFit, match=r"no training step fits into 512\.0 KiB: the smallest needs") as caught:
         petra.fit_memory(training.network, MIB // 2, lambda: training.step(), optimizer=training.optimizer, quiet=True)
     assert "or let the step take a number of parts" in str(caught.value)
     assert [storage_of(layer) for layer in training.network] == before

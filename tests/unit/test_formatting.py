@@ -2,7 +2,7 @@
 
 import pytest
 
-from petra.formatting import render, suggestion, unknown
+from petra.formatting import memory_size, parse_bytes, render, suggestion, unknown
 
 HEADER = ["name", "what it is", "size"]
 ROWS = [["a", "one two three four", "1"], ["bb", "five", "22"]]
@@ -49,3 +49,26 @@ def test_the_closest_of_many_names():
 def test_tables_with_few_rows(rows):
     lines = render(HEADER, rows, width=10).splitlines()
     assert lines[:3] == ["      what", "        it", "name    is  size"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("8GiB", 8 * 2**30), ("8 gib", 8 * 2**30), ("1.5 MB", 1500000), ("800k", None), ("512 KiB", 2**19), ("77", 77)],
+)
+def test_amounts_of_memory(text, expected):
+    if expected is None:
+        with pytest.raises(ValueError, match="is not an amount of memory: give one like 8GiB, 800MB or 8589934592"):
+            parse_bytes(text)
+    else:
+        assert parse_bytes(text) == parse_bytes(expected) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1 GiB", "0 GiB", "inf", "nan", "1e99GiB", "", "GiB", "8 8GiB", -3])
+def test_amounts_of_memory_that_make_no_sense(text):
+    with pytest.raises(ValueError, match="amount of memory"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("size", "text"), [(512, "0.5 KiB"), (2**20, "1.00 MiB"), (3 * 2**29, "1.50 GiB")])
+def test_sizes_of_memory(size, text):
+    assert memory_size(size) == text

@@ -27,6 +27,7 @@ from petra.distributed import Recovery, Snapshots, Transport, launch_ranks, run_
 from petra.distributed.job import ReportedElsewhere, world_size
 from petra.distributed.membership import is_replacement
 from petra.formatting import counted, mebibytes, parse_bytes
+from petra.memory import DoesNotFit
 from petra.runs.config import MAY_CHANGE, RunConfig
 from petra.runs.dry_run import dry_run
 from petra.runs.fit_run import fit_run
@@ -165,6 +166,8 @@ def run(options: argparse.Namespace) -> int:
         if not options.resume:
             check_weights(config.init_from, folder)
     reject_cuda_graph(options)
+    if options.memory is not None:
+        _check_memory(options, ranks * config.replicas)
     if world_size() == 1 and ranks * config.replicas > 1:
         recovery = Recovery(options.replacements, options.spares) if options.snapshot_every else None
         processes = ranks * config.replicas
@@ -173,7 +176,7 @@ def run(options: argparse.Namespace) -> int:
     data: list[Data] = []
 
     if options.memory is not None:
-        config = _fit(options, config, ranks, device, data)
+        config = _fit(options, config, device, data)
 
     def load_data() -> None:
         data.append(config.load_data())
@@ -222,20 +225,26 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fit(
-    options: argparse.Namespace, config: RunConfig, ranks: int, device: torch.device, data: list[Data]
-) -> RunConfig:
-    """Return the configuration that fits into `--memory`, and print why."""
-    if ranks > 1 or world_size() > 1:
+def _check_memory(options: argparse.Namespace, processes: int) -> None:
+    if max(processes, world_size()) > 1:
         raise ValueError("--memory is for one process: leave it out, or train with --ranks 1")
     if options.cuda_graph:
         raise ValueError("--memory does not count the memory of captured ticks: leave out --memory or --cuda-graph")
-    options.cuda_graph = False
+
+
+def _fit(options: argparse.Namespace, config: RunConfig, device: torch.device, data: list[Data]) -> RunConfig:
+    """Return the configuration that fits into `--memory`, and print why."""
+    options.cuda_graph = False  # a captured tick keeps memory that would not be counted
     data.append(config.load_data())
     files = vocabulary_files(data[0])
-    config, plan = fit_run(
-        config, options.memory, device, data[0], files, split=not options.resume, quiet=options.quiet
-    )
+    split = not options.resume
+    try:
+        config, plan = fit_run(config, options.memory, device, data[0], files, split=split, quiet=options.quiet)
+    except DoesNotFit as error:
+        hint = f", or more --stages than {config.stages}, because gradients are freed stage by stage"
+        raise DoesNotFit(
+            f"{error}{hint if config.accumulate == 1 and isinstance(config.stages, int) else ''}"
+        ) from error
     if not options.quiet:
         print(plan, file=sys.stderr)
     return config

@@ -84,7 +84,7 @@ def fit_memory(
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
         for p in inspect.signature(step).parameters.values()
     )
-    with _restored(network, optimizer, device):
+    with _restored(network, optimizer, device), _explained(splits):
         return search_plan(
             network,
             parse_bytes(limit),
@@ -96,6 +96,15 @@ def fit_memory(
             cache=cache,
             quiet=quiet,
         )
+
+
+@contextmanager
+def _explained(splits: bool) -> Iterator[None]:
+    try:
+        yield
+    except DoesNotFit as error:
+        hint = "" if splits else ", or let the step take a number of parts to split the batch into"
+        raise DoesNotFit(f"{error}{hint}") from error
 
 
 def search_plan(
@@ -290,8 +299,7 @@ class _Search:
         if not fitting:
             peaks = [plan.cost.peak for plan in self._measured.values() if plan.cost is not None]
             least = f"the smallest needs {memory_size(min(peaks))}" if peaks else "none fits into the device"
-            split = "" if self._max_parts > 1 else ", or let the step take a number of parts to split the batch into"
-            more = f"give more memory or a smaller batch{split}"
+            more = "give more memory or a smaller batch"
             raise DoesNotFit(f"no training step fits into {memory_size(self.limit)}: {least}; {more}")
         best = min(fitting, key=_seconds)
         assert best.cost is not None

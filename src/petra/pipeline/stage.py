@@ -83,6 +83,8 @@ class Stage:
         self.synthesizer = synthesizer
         self.ema: WeightAverage | None = None
         """The moving average of the weights, where there is one."""
+        self.free_gradients = False
+        """True if gradients are freed after each update."""
         self.saved: dict[int, SavedState] = {}
         """The saved state of each micro-batch between its forward and its backward."""
         self.stash = WeightStash(self.parameters, method.saves_graphs) if method.stashes_weights else None
@@ -194,11 +196,14 @@ class Stage:
         with self.layers.using(weights):
             inputs, gradients, parameters = self.method.backward(self.layers, microbatch, saved, message)
         if self.accumulated == 0:
-            for parameter in self.parameters:
-                parameter.grad = None
+            self._clear_gradients()
         accumulate(parameters, (*message.gradients, *gradients), self._sums)
         self.accumulated += 1
         return BackwardMessage(inputs if self.sends_streams else None, gradients)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def train_synthesizer(self, message: BackwardMessage) -> None:
         """Train the synthesizer with the gradient that the stage above has computed (DNI).
@@ -212,7 +217,7 @@ class Stage:
     def update(self) -> None:
         """Update the weights with the mean of the gradients since the last update (Alg. 1, lines 20-22).
 
-        Gradients stay readable until the next backward, as the optimizer leaves them.
+        Unless `free_gradients` is set, gradients stay readable until the next backward, as the optimizer leaves them.
         """
         self.prepare_update()
         self.clip_and_update()
@@ -271,6 +276,8 @@ class Stage:
             if isinstance(optimizer, CapturableOptimizer):
                 optimizer.refresh()
         self.step_scheduler()
+        if self.free_gradients:
+            self._clear_gradients()
 
     def step_scheduler(self) -> None:
         """Step the learning-rate scheduler, which sets the learning rate of the next update."""

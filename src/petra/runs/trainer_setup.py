@@ -129,6 +129,7 @@ class TrainerSetup:
             clip_norm=config.clip_norm,
             clip=config.clip,
             ema=config.ema,
+            free_gradients=True,
             autocast=config.autocast_dtype,
             seed=config.seed,
             device=self.device,

@@ -115,6 +115,8 @@ class Trainer:
             stages of one layer compute with streams as they arrive.
         ema: The decay of an exponential moving average of the weights, such as 0.999; None averages nothing. Every
             stage averages its weights and running statistics after each of its updates.
+        free_gradients: Free the gradients of a stage after each of its updates, which needs less memory. By default,
+            they can be read until the next backward pass of the stage. Where ticks are captured, it has no effect.
         corrections: Corrections of staleness: names such as `"predict"` or `"shrink:0.9"`, or objects of
             `petra.corrections`. None means none, or those of `defaults`.
         cuda_graph: Capture ticks of a full pipeline as CUDA graphs. None does so on a GPU; True raises an error where
@@ -159,6 +161,7 @@ class Trainer:
         placement: Sequence[int] | None = None,
         comm_dtype: torch.dtype | None = None,
         ema: float | None = None,
+        free_gradients: bool = False,
         corrections: Sequence[str | Correction] | None = None,
         cuda_graph: bool | None = None,
     ) -> None:
@@ -268,6 +271,8 @@ class Trainer:
         if ema is not None:
             for stage in built:
                 stage.ema = WeightAverage(ema, weight_owner(network), self._network_of(stage.index).keys())
+        for stage in built:
+            stage.free_gradients = free_gradients and self.executor.capture is None
         advised = self.method.stale and position.is_main and self.device.type != "meta"  # one process warns
         self._advisor = Advisor(network, built, self.schedule, self.corrections) if advised else None
         if self._advisor is not None and (text := self._advisor.before_training()):

@@ -1,0 +1,75 @@
+"""`petra train --memory` and `--storage`."""
+
+import json
+
+import pytest
+from helpers.commands import SMALL
+
+from petra.cli.main import main
+
+REVERSIBLE = [*SMALL, "--method", "reversible", "--epochs", "1", "--batch-size", "20", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("petra.memory.step_cost._SECONDS", 0.0)
+
+
+def train(folder, *options):
+    return main(["train", *REVERSIBLE, *options, "--out", str(folder)])
+
+
+def config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_a_run_that_fits(tmp_path, capsys):
+    """The plan is printed, recorded and used; the run can be resumed with another one."""
+    assert train(tmp_path / "run", "--memory", "1GiB", "--checkpoint-every", "1") == 0
+    error = capsys.readouterr().err
+    assert "of 1.00 GiB" in error
+    assert "storage of layers" in error
+    storage = config(tmp_path / "run")["storage"]
+    assert any("store" in part for part in storage)
+    assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 0
+
+
+def test_a_run_that_does_not_fit(tmp_path, capsys):
+    assert train(tmp_path / "run", "--memory", "1KiB") == 2
+    error = capsys.readouterr().err
+    assert "no training step fits into 1.0 KiB: the smallest needs" in error
+    assert "more --stages" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "lots"], "--memory is 'lots': 'lots' is not an amount of memory: give one like 8GiB"),
+        (["--memory", "8 GiB", "--method", "petra"], "method petra does not let it: add --method reversible"),
+        (["--memory", "8 GiB", "--ranks", "2"], "--memory is for one process: leave it out, or train with --ranks 1"),
+        (["--storage", "keep"], "--storage is 'keep': storage is 'keep': give one of reconstruct"),
+        (["--storage", "store", "--method", "petra"], "is for method reversible"),
+        (["--storage", "2*store"], "2 storages for "),
+        (["--storage", "selective"], "is for your own training step"),
+    ],
+)
+def test_mistakes(options, message, tmp_path, capsys):
+    try:
+        code = train(tmp_path / "run", *options)
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1)
+    assert message in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_storages_give_the_same_training(tmp_path):
+    losses = []
+    for index, storage in enumerate(["reconstruct", "store"]):
+        assert train(tmp_path / str(index), "--storage", storage, "--quiet") == 0
+        losses.append(json.loads((tmp_path / str(index) / "summary.json").read_text())["test_loss"])
+        assert config(tmp_path / str(index))["storage"] == [storage]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
