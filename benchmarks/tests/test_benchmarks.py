@@ -231,3 +231,13 @@ def test_a_stage_that_does_not_fit_is_marked_in_the_scaling_table():
     assert "!" not in table
     curves[decoder.name, "ZBV", 10_000] = (1.0, 0.5, 81e9)
     assert "| ZBV | 81! |" in module.section(decoder, [1250], curves)
+
+
+def test_a_smoke_run_of_the_memory_limit_stores_nothing(tmp_path, monkeypatch, capsys):
+    (module,) = import_scripts("benchmarks/memory_limit", "run")
+    monkeypatch.setattr("petra.memory.step_cost._SECONDS", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--smoke", "--out", str(tmp_path / "out")])
+    module.main()
+    assert not (tmp_path / "out").exists()
+    assert "full checkpointing" in capsys.readouterr().out

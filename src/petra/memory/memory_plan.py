@@ -27,7 +27,11 @@ class MeasuredPlan:
     """Its cost; None if there was not enough memory on the device."""
 
     def describe(self) -> str:
-        """Return the storages with the numbers of their layers, like `12 store:1, 12 reconstruct`."""
+        """Return the storages in words.
+
+        Returns:
+            The storages with the numbers of their layers, like `12 store:1, 12 reconstruct`.
+        """
         return ", ".join(f"{count} {storage}" for storage, count in Counter(self.storages).items())
 
 
