@@ -241,3 +241,22 @@ def test_a_smoke_run_of_the_memory_limit_stores_nothing(tmp_path, monkeypatch, c
     module.main()
     assert not (tmp_path / "out").exists()
     assert "full checkpointing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(99, 0), (100, 1), (1000, 10), (10**6, 9900), (10**9, 12000)])
+def test_the_largest_size_that_fits(limit, expected):
+    """With 100 bytes for each unit, on a device with memory for 12000."""
+    _, capacity = import_scripts("benchmarks/memory_limit", "run", "capacity")
+    found = capacity.largest(lambda size: 100 * size if size <= 12000 else None, [limit, 50], 1)[-1]
+    assert expected * (1 - 1.5 * capacity.CLOSE) <= found <= max(expected, limit // 100)
+    assert found <= 12000
+
+
+def test_a_smoke_run_of_capacities_stores_nothing(tmp_path, monkeypatch, capsys):
+    _, module = import_scripts("benchmarks/memory_limit", "run", "capacity")
+    monkeypatch.setattr(sys, "argv", ["capacity.py", "--smoke", "--out", str(tmp_path / "out")])
+    module.main()
+    assert not (tmp_path / "out").exists()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["backprop", "full", "reversible"]
+    assert int(rows[2][-1]) >= int(rows[0][-1]) > 0
