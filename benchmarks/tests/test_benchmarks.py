@@ -254,6 +254,7 @@ def test_the_largest_size_that_fits(limit, expected):
 
 def test_a_smoke_run_of_capacities_stores_nothing(tmp_path, monkeypatch, capsys):
     _, module = import_scripts("benchmarks/memory_limit", "run", "capacity")
+    monkeypatch.setattr(module, "CLOSE", 0.6)
     monkeypatch.setattr(sys, "argv", ["capacity.py", "--smoke", "--out", str(tmp_path / "out")])
     module.main()
     assert not (tmp_path / "out").exists()
