@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from types import NoneType, UnionType
@@ -151,11 +152,17 @@ def check_values(config: type, values: Mapping[str, Any]) -> None:
 
 def value_type(config: type, name: str) -> type | None:
     """Return the type of a field without None, or None if that is not a single plain type."""
-    hint = get_type_hints(config)[name]
+    hint = _type_hints(config)[name]
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         hint = kinds[0] if len(kinds) == 1 else None
     return hint if isinstance(hint, type) else None
+
+
+@cache
+def _type_hints(config: type) -> dict[str, Any]:
+    """Return the types of all fields; annotations are strings, which take long to evaluate for each field again."""
+    return get_type_hints(config)
 
 
 def parser_of(config: type, name: str) -> Callable[[str], Any]:
