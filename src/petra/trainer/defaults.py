@@ -77,7 +77,7 @@ class TrainingDefaults:
         # Momentum of the first stage averages over this many updates.
         memory = ceil(INERTIA * schedule.accumulate * delay**2)
         corrections = ("predict", f"inertia:{INERTIA:g}") if delay else ()
-        return cls("sgd", 0.1, 0.9, 5e-4, min(max(memory, MIN_WARMUP), MAX_WARMUP), corrections, hidden)
+        return cls("sgd", 0.025, 0.9, 5e-4, min(max(memory, MIN_WARMUP), MAX_WARMUP), corrections, hidden)
 
     def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of a stage.
