@@ -172,7 +172,7 @@ def test_without_an_optimizer_the_defaults_are_those_written_out():
     assert (trainer.defaults.optimizer, trainer.defaults.warmup) == ("sgd", 200)
     assert "after 200 updates of warm-up" in str(trainer.defaults)
     given, expected = trained(
-        optimizer=lambda p: optimizers.sgd(p, lr=0.1, weight_decay=5e-4),
+        optimizer=lambda p: optimizers.sgd(p, lr=0.025, weight_decay=5e-4),
         scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda u: min((u + 1) / 200, sqrt(200 / (u + 1)))),
         corrections=["predict", "inertia:4"],
     )
