@@ -200,7 +200,8 @@ def test_the_search_finds_the_fastest_partition_that_fits(layers, data, costs, w
 
 
 @pytest.mark.parametrize(
-    ("method", "ranks"), [(method, ranks) for i, method in enumerate(sorted(METHODS)) for ranks in (1 + i % 2, 4)]
+    ("method", "ranks"),
+    [*((method, (1, 2, 4)[i % 3]) for i, method in enumerate(sorted(METHODS))), ("petra", 4), ("features-replay", 2)],
 )
 def test_predicted_memory_is_that_of_a_real_run(method, ranks):
     """For every rank, with any number of stages, to the byte."""

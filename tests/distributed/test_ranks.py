@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 FEWER = ("petra-stashed", "backprop", "reversible")
 CASES = [
-    {"options": {"method": method, "stages": 4, "accumulate": k, **schedule}, "ticks": 14 if method in FEWER else TICKS}
+    {"options": {"method": method, "stages": 4, "accumulate": k, **schedule}, "ticks": 10 if method in FEWER else TICKS}
     for k in (1, 2)
     for method, schedule in [
         ("petra", {"schedule": "lock-step"}),
@@ -38,7 +38,7 @@ CASES = [
 ]
 CASES.append({"options": {"method": "petra", "stages": 4, "comm_dtype": "bf16"}})
 CLIPPED = {"method": "petra", "stages": 4, "clip_norm": 0.1, "clip": "global"}
-CASES += [{"options": CLIPPED, "ticks": 14}, {"options": {**CLIPPED, "schedule": "1f1b", "accumulate": 2}, "ticks": 14}]
+CASES += [{"options": CLIPPED, "ticks": 10}, {"options": {**CLIPPED, "schedule": "1f1b", "accumulate": 2}, "ticks": 10}]
 SCATTERED = {2: [0, 1, 0, 1], 4: [2, 0, 1, 3]}
 
 
@@ -104,8 +104,8 @@ def test_decoupled_methods_with_one_module_per_rank(world, tmp_path):
 
 def test_ranks_resume_in_flight_and_errors_are_detected(tmp_path):
     cases = [
-        {**CASES[1], "resume_after": 13},
-        {**CASES[2], "resume_after": 14},
+        {**CASES[1], "resume_after": 9},
+        {**CASES[2], "resume_after": 10},
         {**CASES[1], "other_weights_on": 1},
         {**CASES[1], "broken": True},  # must be the last case, because the transport stays broken
     ]

@@ -251,9 +251,10 @@ def test_petra_takes_the_order_of_features_replay_and_keeps_no_history():
     assert kept["petra"] == [1] * 4 + [0] * (3 + 2 + 1)  # the first layer is not reversible
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("method", "stages", "k"),
+    [(method, stages, 1 + (i + stages) % 2) for i, method in enumerate(METHODS) for stages in (2, 3, 4)],
+)
 def test_ranks_equal_one_process(method, k, stages):
     """Ranks are threads here; `test_ranks` has these methods on processes."""
     data = images(9)

@@ -142,9 +142,14 @@ def test_groups_without_parameters_can_be_resumed():
     assert goes_on_exactly(trainers, data)
 
 
-@pytest.mark.parametrize("milestones", [[4], [4, 8]])
-@pytest.mark.parametrize(("old", "new"), [(5, 1), (1, 5), (2, 5), (5, 2)])
-@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize(
+    ("old", "new", "milestones", "empty"),
+    [
+        (*cuts, milestones, (i + len(milestones)) % 2 == 0)
+        for i, cuts in enumerate([(5, 1), (1, 5), (2, 5), (5, 2)])
+        for milestones in ([4], [4, 8])
+    ],
+)
 def test_nested_schedulers_go_on_at_another_cut(old, new, milestones, empty):
     def optimizer(parameters):
         made = by_decay(parameters)

@@ -18,7 +18,7 @@ from petra.distributed import ProcessTransport
 from petra.pipeline import partition
 from petra.trainer.trainer import weights_hash
 
-TICKS = 18
+TICKS = 14
 
 
 def make_trainer(case, transport=None):
@@ -60,7 +60,7 @@ def run(case, transport=None, broken=False):
     for i, (x, y) in enumerate(batches(case.get("ticks", TICKS))):
         losses |= {f.microbatch: float(f.loss) for f in trainer.step(x, y)}
         ticks.append({stage.index: fingerprint(stage) for stage in trainer.stages})
-        if i == 12:
+        if i == 8:
             found = trainer.evaluate(batches(3, seed=5))
         if i == case.get("resume_after"):  # through a file, into another trainer
             buffer = io.BytesIO()
