@@ -227,7 +227,10 @@ class ProcessTransport(Transport):
             return tensors, checksum(tensors[1:]) if self._has_headers and self._verify else 0
 
         if self._has_headers:
-            fetch = self._io_thread("from", source).submit(lambda: wait(post())).result
+            # Gloo sends nothing before it knows of the receive. A thread of its own posts it while another one still
+            # waits for earlier messages, so that slow links carry several messages at the same time.
+            posted = self._io_thread("post", source).submit(post)
+            fetch = self._io_thread("from", source).submit(lambda: wait(posted.result())).result
         else:
             fetch = partial(wait, post())
 
@@ -248,9 +251,9 @@ class ProcessTransport(Transport):
 
     def begin_tick(self) -> None:
         # A rank requests all receives of a tick before its first action; with gloo, a thread posts them in order. So
-        # the messages of the tick before last are received, and waiting for them cannot deadlock two ranks.
+        # the messages of earlier ticks are received, and waiting for them cannot deadlock two ranks.
         self._pending_sends.append([])
-        while len(self._pending_sends) > 2:
+        while len(self._pending_sends) > self.sending_ticks:
             self._wait_for(self._pending_sends.popleft())
 
     def flush(self) -> None:

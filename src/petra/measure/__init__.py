@@ -9,7 +9,7 @@ Everything here observes an executor from outside, and does not change the train
 - Gradients: `gradient_fidelity.py` compares those of a method with exact ones, in the metrics of
   `gradient_similarity.py`.
 - Plans: `planner.py` decides which layers each rank holds, with `partition_search.py` for memory limits.
-  `stage_costs.py` counts what `petra.simulation` needs.
+  `stage_costs.py` counts what `petra.simulation` needs, and `slow_links.py` chooses numbers in flight for slow links.
 - Figures: `memory_figure.py`, `similarity_figure.py` and `run_figure.py` plot results.
 - `environment.py` describes the code and hardware of a measurement.
 
@@ -23,6 +23,7 @@ from petra.measure.gradient_similarity import GradientSimilarity
 from petra.measure.memory_estimate import MemoryEstimator
 from petra.measure.planner import Plan, make_plan
 from petra.measure.profile import Profile, Seconds, Stopwatch, profile
+from petra.measure.slow_links import SlowPipeline
 from petra.measure.stage_costs import StageCounter
 from petra.measure.stage_memory import MemoryProbe, StageMemory, at_rest, nbytes
 from petra.measure.tick_time import Link, tick_seconds
@@ -39,6 +40,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Seconds",
+    "SlowPipeline",
     "StageCounter",
     "StageMemory",
     "Stopwatch",

@@ -14,7 +14,7 @@ and as a picture.
 """
 
 from petra.schedule.action import Action, Kind
-from petra.schedule.async_schedule import AsyncSchedule, lock_step, low_staleness
+from petra.schedule.async_schedule import AsyncSchedule, least_in_flight, lock_step, low_staleness
 from petra.schedule.draw import draw
 from petra.schedule.flush_schedules import FlushEverySchedule, FlushSchedule, GPipeSchedule, OneFOneBSchedule
 from petra.schedule.interleaved_schedule import InterleavedSchedule
@@ -51,6 +51,7 @@ __all__ = [
     "find_schedule",
     "flush_every",
     "lay_out",
+    "least_in_flight",
     "lock_step",
     "low_staleness",
 ]

@@ -83,7 +83,7 @@ def lock_step(stages: int, accumulate: int = 1) -> AsyncSchedule:
 
 
 def low_staleness(stages: int, accumulate: int = 1, latency: float = 0.0) -> AsyncSchedule:
-    """Return the schedule with the least staleness that keeps every stage busy: n_s = ceil((J-1-s)(1 + 2c/T)).
+    """Return the schedule with the least staleness that keeps every stage busy: n_s = (J-1-s) ceil(1 + 2c/T).
 
     Args:
         stages: The number of stages, J.
@@ -98,6 +98,56 @@ def low_staleness(stages: int, accumulate: int = 1, latency: float = 0.0) -> Asy
     """
     if not 0 <= latency < inf:
         raise ValueError(f"latency is {latency}: give the time of a message divided by that of a tick, 0 or more")
-    # The small term absorbs floating-point errors, which would round up to one more micro-batch in flight.
-    in_flight = [ceil((stages - 1 - stage) * (1 + 2 * latency) - 1e-9) for stage in range(stages)]
+    in_flight = least_in_flight([1.0] * stages, [2 * latency] * (stages - 1), 1.0)
     return AsyncSchedule(in_flight, accumulate, "low-staleness")
+
+
+def least_in_flight(
+    seconds: Sequence[float], round_trips: Sequence[float], period: float, least: Sequence[int] | None = None
+) -> list[int]:
+    """Return the smallest numbers in flight with which a pipeline finishes a micro-batch per period.
+
+    Stage s may perform the forward of micro-batch m + n_s + 1 only after the backward of m. This backward waits for
+    what lies between: a later stage t performs the forward of m + n_t, which stage s has sent, before the backward of
+    m. From the first of these forwards to the end of the backward at stage s, the stages s to t each perform a forward
+    and a backward, and a message crosses each boundary in both directions. So for all s < t
+
+        (n_s - n_t + 1) period >= T_s + ... + T_t + r_s + ... + r_{t-1}
+
+    These are all conditions, because every cycle of waiting operations turns around at one s and one t. The smallest
+    numbers follow from the last stage, which has none in flight, to the first.
+
+    Args:
+        seconds: The time of a forward, a backward and an update of each stage, T_s. At most `period`.
+        round_trips: For each boundary, the time of a message to the next stage and of one back, r_s.
+        period: The time from one micro-batch to the next; `max(seconds)` keeps the slowest stage busy.
+        least: The smallest n_s - n_{s+1} for each boundary; by default 1.
+
+    Returns:
+        The number n_s for each stage.
+
+    Raises:
+        ValueError: A time is negative or infinite, `period` is too short for a stage, or the lengths do not match.
+    """
+    boundaries = len(seconds) - 1
+    least = [1] * boundaries if least is None else least
+    if not len(round_trips) == len(least) == boundaries:
+        raise ValueError(
+            f"there are {len(round_trips)} round trips for {boundaries} boundaries between {len(seconds)} stages: "
+            "give one for each"
+        )
+    for name, times in (("seconds", seconds), ("round_trips", round_trips)):
+        if not all(0 <= time < inf for time in times):
+            raise ValueError(f"{name} is {list(times)}: give finite times, 0 or more")
+    if not max(seconds) <= period < inf:
+        raise ValueError(f"period is {period}, but a stage takes {max(seconds)}: give at least as much")
+    in_flight = [0] * len(seconds)
+    for stage in reversed(range(boundaries)):
+        needed, path = in_flight[stage + 1] + least[stage], seconds[stage]
+        for later in range(stage + 1, len(seconds)):
+            path += round_trips[later - 1] + seconds[later]
+            # The small term absorbs floating-point errors, which would round up to one more in flight.
+            rounds = ceil(path / period - 1e-9) if path else 1
+            needed = max(needed, in_flight[later] + rounds - 1)
+        in_flight[stage] = needed
+    return in_flight

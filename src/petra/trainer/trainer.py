@@ -252,6 +252,9 @@ class Trainer:
         if position.ranks > 1:
             shape_inference = ShapeInference(list(network), cuts, self.method, format)
             mailbox = RankMailbox(self.placement, transport, shape_inference, format)
+            in_flight = [self.schedule.staleness(stage) for stage in range(len(cuts))]
+            apart = [above - below for above, below in pairwise(in_flight)]
+            transport.sending_ticks = max(transport.sending_ticks, *apart)
         self.executor = Executor(built, self.schedule, mailbox or LocalMailbox(len(cuts), format))
         self.executor.activity = transport.activity
         if graph_capture is not None:

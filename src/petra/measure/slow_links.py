@@ -1,0 +1,137 @@
+"""Pipelines over slow links: how fast they are, and how many micro-batches in flight hide the time of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import inf
+
+from petra.schedule import AsyncSchedule, least_in_flight
+
+KEEP = 0.95
+"""The share of the throughput without waiting for messages that `SlowPipeline.adapted` keeps."""
+
+
+@dataclass(frozen=True)
+class SlowPipeline:
+    """The stages of a pipeline with an asynchronous schedule, and the links between its ranks.
+
+    With gloo, a rank announces each receive to the sender, which sends nothing before. A rank announces the receives
+    of a tick when it begins the tick. So a message arrives a latency after it has left, but not before two latencies
+    and its time on the link have passed since the announcement.
+
+    Stages of a rank that are not consecutive count as if each was alone on its rank with all the rank's work.
+    """
+
+    seconds: Sequence[float]
+    """The time per micro-batch of each stage: forward, backward, and its part of an update."""
+    placement: Sequence[int]
+    """The rank of each stage."""
+    up_bytes: Sequence[float]
+    """The bytes of a message from each stage to the next."""
+    down_bytes: Sequence[float]
+    """The bytes of a message to each stage from the next."""
+    latency: float
+    """Seconds from the end of sending to the arrival."""
+    bandwidth: float = inf
+    """Bytes per second of a link, in each direction."""
+
+    @property
+    def limit(self) -> float:
+        """Seconds per micro-batch if no rank waits for messages, and links only for their own messages."""
+        return max([*self._rank_seconds, *self._up, *self._down])
+
+    @property
+    def compute_limit(self) -> float:
+        """Seconds per micro-batch with links that take no time."""
+        return max(self._rank_seconds)
+
+    def adapted(self, keep: float = KEEP) -> list[int]:
+        """Return the smallest numbers in flight that keep a share of the largest throughput over these links.
+
+        Args:
+            keep: The share.
+
+        Returns:
+            The number of each stage, for `AsyncSchedule`.
+        """
+        period = self.limit / keep
+        least = [1] * (len(self._groups) - 1)
+        for boundary in range(len(least)):
+            while self._announced(boundary, least[boundary]) > period * (1 + 1e-9):
+                least[boundary] += 1
+        groups = least_in_flight(self._work, self._round_trips, period, least)
+        in_flight: list[int] = []
+        extra = 0  # stages of the same rank differ by 1
+        for number, stages in reversed(list(zip(groups, self._groups, strict=True))):
+            in_flight = [*(number + extra + above for above in reversed(range(len(stages)))), *in_flight]
+            extra += len(stages) - 1
+        return in_flight
+
+    def period(self, in_flight: Sequence[int]) -> float:
+        """Return the seconds per micro-batch in the steady state.
+
+        Args:
+            in_flight: The number of micro-batches in flight of each stage.
+
+        Returns:
+            The seconds, exact for one stage per rank; see `least_in_flight` for the rounds of waiting operations.
+        """
+        first = [in_flight[stages[0]] for stages in self._groups]
+        last = [in_flight[stages[-1]] for stages in self._groups]
+        period = self.limit
+        for low in range(len(self._work)):
+            path = self._work[low]
+            inner = 0
+            for high in range(low + 1, len(self._work)):
+                path += self._round_trips[high - 1] + self._work[high]
+                period = max(period, path / (last[low] - first[high] - inner + 1))
+                inner += first[high] - last[high]
+            if low + 1 < len(self._work):
+                period = max(period, self._announced(low, last[low] - first[low + 1]))
+        return period
+
+    def throughput(self, schedule: AsyncSchedule) -> float:
+        """Return the throughput with a schedule, divided by that with links that take no time."""
+        return self.compute_limit / self.period(schedule.in_flight)
+
+    def _announced(self, boundary: int, apart: int) -> float:
+        """Return the period at which messages arrive in time that are announced when a rank begins a tick.
+
+        Where the numbers in flight differ by n, the next stage uses a message n / 2 ticks after the one in which it
+        was sent, rounded down, and the stage before it n / 2 ticks, rounded up.
+        """
+        forward = (self._work[boundary + 1] + 2 * self.latency + self._up[boundary]) / (apart // 2 + 1)
+        backward = (self._work[boundary] + 2 * self.latency + self._down[boundary]) / (-(-apart // 2) + 1)
+        return max(forward, backward)
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        """The stages of each group of consecutive stages on the same rank."""
+        return [list(stages) for _, stages in groupby(range(len(self.placement)), lambda s: self.placement[s])]
+
+    @property
+    def _rank_seconds(self) -> list[float]:
+        found = [0.0] * (max(self.placement) + 1)
+        for rank, seconds in zip(self.placement, self.seconds, strict=True):
+            found[rank] += seconds
+        return found
+
+    @property
+    def _work(self) -> list[float]:
+        """The time per micro-batch of the rank of each group."""
+        return [self._rank_seconds[self.placement[stages[0]]] for stages in self._groups]
+
+    @property
+    def _up(self) -> list[float]:
+        """The seconds that a message to the next group occupies its link."""
+        return [self.up_bytes[stages[-1]] / self.bandwidth for stages in self._groups[:-1]]
+
+    @property
+    def _down(self) -> list[float]:
+        return [self.down_bytes[stages[-1]] / self.bandwidth for stages in self._groups[:-1]]
+
+    @property
+    def _round_trips(self) -> list[float]:
+        return [2 * self.latency + up + down for up, down in zip(self._up, self._down, strict=True)]
