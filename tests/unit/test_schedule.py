@@ -23,6 +23,7 @@ from petra.schedule import (
     draw,
     draw_svg,
     lay_out,
+    least_in_flight,
     lock_step,
     low_staleness,
 )
@@ -88,7 +89,23 @@ def test_the_staleness_of_lock_step_and_low_staleness(stages):
 
 
 def test_rounding_errors_add_nothing_in_flight():
-    assert low_staleness(4, latency=5 / 3).in_flight == (13, 9, 5, 0)  # 3 (1 + 10/3) is a little more in floats
+    assert low_staleness(4, latency=1.1 / 2.2).in_flight == (6, 4, 2, 0)
+    assert low_staleness(2, latency=2.3 - 0.8).in_flight == (4, 0)  # 2.3 - 0.8 is a little more than 1.5 in floats
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (([1.0, 1.0], [], 1.0), "there are 0 round trips for 1 boundaries"),
+        (([1.0, 1.0], [1.0], 1.0, [1, 1]), "round trips for 1 boundaries"),
+        (([1.0, -1.0], [1.0], 1.0), "seconds is"),
+        (([1.0, 1.0], [float("nan")], 1.0), "round_trips is"),
+        (([1.0, 2.0], [1.0], 1.5), "period is 1.5, but a stage takes 2.0"),
+    ],
+)
+def test_impossible_times_are_rejected(given, words):
+    with pytest.raises(ValueError, match=words):
+        least_in_flight(*given)
 
 
 @given(schedules, st.integers(1, 10))

@@ -1,6 +1,7 @@
 """The simulation of pipelines: closed forms, monotony, and equality with a plain simulation."""
 
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -9,8 +10,15 @@ from helpers.simulation_reference import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petra.measure import Seconds, tick_seconds
-from petra.schedule import AsyncSchedule, InterleavedSchedule, find_schedule, lock_step, low_staleness
+from petra.measure import Seconds, SlowPipeline, tick_seconds
+from petra.schedule import (
+    AsyncSchedule,
+    InterleavedSchedule,
+    find_schedule,
+    least_in_flight,
+    lock_step,
+    low_staleness,
+)
 from petra.simulation import Cluster, Cycle, LinkSpeed, Operation, StageCosts, Trace, draw_timeline, simulate, zbv
 from petra.simulation.state import State
 
@@ -161,6 +169,71 @@ def test_ticks_equal_those_of_the_planner(stages, accumulate, times, latency):
     messages = [latency] * (stages - 1)
     expected = tick_seconds(schedule, range(stages), [Seconds(c.forward, c.backward) for c in own], messages, messages)
     assert found.seconds_per_update / accumulate == pytest.approx(expected, rel=0.02)
+
+
+def per_microbatch(in_flight, stages, latency, placement=None, bandwidth=float("inf")):
+    schedule = AsyncSchedule(in_flight)
+    found = simulate(Cycle.of(schedule, placement), stages, Cluster(LinkSpeed(latency, bandwidth)), updates=40)
+    return found.seconds_per_update
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 5), st.integers(0, 12))
+def test_low_staleness_hides_messages_and_one_fewer_in_flight_does_not(stages, twelfths):
+    latency = twelfths / 12
+    least = low_staleness(stages, latency=latency).in_flight
+    work = [StageCosts(forward=4.0, backward=8.0)] * stages
+    assert per_microbatch(least, work, 12 * latency) == pytest.approx(12)
+    for stage in range(stages - 1):
+        fewer = [n - (s == stage) for s, n in enumerate(least)]
+        if all(above > below for above, below in pairwise(fewer)):
+            assert per_microbatch(fewer, work, 12 * latency) > 12.1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=2, max_size=5), st.data(), st.integers(0, 9))
+def test_least_in_flight_keeps_the_slowest_stage_busy_and_no_smaller_numbers_do(times, data, latency):
+    stages = [StageCosts(forward=float(f), backward=float(b)) for f, b in times]
+    own = [c.forward + c.backward for c in stages]
+    period = max(own) + data.draw(st.sampled_from([0.0, 0.5, 4.0]))
+    least = least_in_flight(own, [2.0 * latency] * (len(own) - 1), period)
+    assert per_microbatch(least, stages, latency) <= period * (1 + 1e-6)
+    for stage in range(len(own) - 1):
+        fewer = [n - (s <= stage) for s, n in enumerate(least)]  # the differences above stay
+        if fewer[stage] > fewer[stage + 1]:
+            assert per_microbatch(fewer, stages, latency) > period * (1 + 1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.data())
+def test_slow_pipelines_have_the_period_of_the_simulation(ranks, data):
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=ranks, max_size=ranks))
+    placement = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+    seconds = data.draw(st.lists(st.integers(1, 6).map(float), min_size=len(placement), max_size=len(placement)))
+    up, down = ([float(data.draw(st.integers(0, 40))) for _ in placement[1:]] for _ in range(2))
+    latency, bandwidth = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([3.0, 10.0, float("inf")]))
+    pipeline = SlowPipeline(seconds, placement, up, down, latency, bandwidth)
+    stages = [
+        StageCosts(forward=s / 3, backward=2 * s / 3, forward_bytes=f, backward_bytes=b)
+        for s, f, b in zip(seconds, [*up, 0.0], [0.0, *down], strict=True)
+    ]
+    adapted = pipeline.adapted(keep := data.draw(st.sampled_from([1.0, 0.95, 0.5])))
+    found = per_microbatch(adapted, stages, latency, placement, bandwidth)
+    assert pipeline.limit * (1 - 1e-6) <= found <= pipeline.limit / keep * (1 + 1e-6)
+    if len(placement) == ranks:
+        spread = [n + data.draw(st.integers(0, 2)) * s for n, s in zip(adapted, reversed(range(ranks)), strict=True)]
+        # The announcements of receives, of which the simulation knows nothing, may only make it slower.
+        assert per_microbatch(spread, stages, latency, placement, bandwidth) <= pipeline.period(spread) * (1 + 1e-6)
+        free = replace(pipeline, latency=0.0, up_bytes=[0.0] * len(up), down_bytes=[0.0] * len(down))
+        assert per_microbatch(spread, stages, 0.0, placement) == pytest.approx(free.period(spread))
+
+
+def test_receives_are_announced_where_a_tick_begins():
+    pipeline = SlowPipeline([2.0, 2.0], [0, 1], [0.0], [0.0], latency=5.0)
+    # Two latencies pass from the announcement to the arrival, in n / 2 + 1 ticks without the work.
+    assert [pipeline.period([n, 0]) for n in (1, 2, 3, 4, 10)] == [12, 6, 6, 4, 2]
+    assert pipeline.adapted(keep=1.0) == [10, 0]
+    assert least_in_flight([2.0, 2.0], [10.0], 2.0) == [6, 0]  # a transport that announces nothing
 
 
 def test_a_worker_that_sends_without_overlap_computes_later():
