@@ -170,7 +170,8 @@ def main(given: list[str] | None = None) -> None:
         link = Link(delay / 1e3, rate * 1e6)
         slow = replace(work, latency=link.delay, bandwidth=link.rate / 8, seconds=fastest)
         rows += rows_of(link, measure(slow, link, kind, options.limit))
-        print(f"{link}: done", file=sys.stderr, flush=True)
+        for row in rows[-len(work.pipelines) :]:
+            print(f"{link}, {row['schedule']}, {row['dtype']}: {1e3 * row['seconds']:.0f} ms", file=sys.stderr, flush=True)
     for row in rows:
         row["throughput"] = fastest / row["seconds"]
         row["predicted_throughput"] = None if row["predicted"] is None else fastest / row["predicted"]

@@ -261,3 +261,34 @@ def test_a_smoke_run_of_capacities_stores_nothing(tmp_path, monkeypatch, capsys)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["backprop", "full", "reversible"]
     assert int(rows[2][-1]) >= int(rows[0][-1]) > 0
+
+
+@pytest.mark.slow
+def test_slow_links_are_emulated_in_a_smoke_run_that_stores_nothing(tmp_path):
+    script = ROOT / "benchmarks/slow_links/run.py"
+    command = [sys.executable, script, "--smoke", "--dtypes", "bf16", "--out", tmp_path / "results"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if not done.stdout.startswith("skipped"):
+        lines = [line for line in done.stdout.splitlines() if line.startswith("20 ms, 200 Mb/s")]
+        assert [line.split()[4:6] for line in lines] == [["lock-step", "bf16"], ["adapted", "bf16"]]
+    assert not (tmp_path / "results").exists()
+
+
+def test_slow_links_are_skipped_where_they_cannot_be_emulated(monkeypatch, capsys):
+    (module,) = import_scripts("benchmarks/slow_links", "run")
+    monkeypatch.setenv("PATH", "")
+    module.main(["--smoke"])
+    assert capsys.readouterr().out == (
+        "skipped: links cannot be emulated here, because the program ip is missing: install iproute2\n"
+    )
+    with pytest.raises(SystemExit, match="--dtypes has 'fp8': choose from none, bf16"):
+        module.main(["--dtypes", "fp8"])
+
+
+def test_the_speed_of_an_emulated_link():
+    (network,) = import_scripts("benchmarks/slow_links", "network")
+    link = network.Link(0.05, 2e8)
+    assert str(link) == "50 ms, 200 Mb/s"
+    assert network.netem(link) == "netem limit 10000 delay 50000us rate 200000000bit".split()
+    assert network.netem(network.Link(0.001)) == "netem limit 10000 delay 1000us".split()

@@ -77,3 +77,8 @@ def test_problems_say_what_to_do():
 def test_bad_options(option, value, capsys):
     assert main(["doctor", option, value]) == 2
     assert f"{option} is {float(value) if option == '--mib' else value}: give" in capsys.readouterr().err
+
+
+def test_the_report_says_how_to_plan_for_the_links():
+    links = [LinkSpeed(0, 1, 0.05, 2.5e7), LinkSpeed(1, 0, 0.001, 1e7)]
+    assert "petra plan --latency 50 --bandwidth 0.08" in _as_text([MACHINE] * 2, links, [FINE], [])

@@ -6,11 +6,17 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from petra.distributed import ProcessTransport
 from petra.distributed.io_thread import IOThread
+from petra.schedule import Action, Kind
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +69,38 @@ def test_the_thread_ends_when_its_owner_is_collected():
     while alive("ends") and time.monotonic() < until:
         time.sleep(0.01)
     assert not alive("ends")
+
+
+@pytest.fixture
+def transport():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    transport = ProcessTransport()
+    yield transport
+    transport.close_threads()
+    dist.destroy_process_group()
+
+
+def test_receives_are_posted_while_earlier_ones_wait(transport, monkeypatch):
+    posted, arrived = SimpleQueue(), threading.Event()
+    work = SimpleNamespace(wait=lambda: arrived.wait(60))
+    monkeypatch.setattr(dist, "irecv", lambda tensor, *_, **__: (posted.put(tensor), work)[1])
+    transport._groups[0, 0] = dist.group.WORLD
+    for number in range(3):
+        transport.receive(0, Action(0, Kind.FORWARD, number), (torch.ones(5),))
+    try:
+        for _ in range(2 * 3):  # a header and a tensor each
+            posted.get(timeout=30)
+    finally:
+        arrived.set()
+
+
+@pytest.mark.parametrize(("ticks", "waited_for"), [(2, [0, 1, 2]), (3, [0, 1])])
+def test_as_many_ticks_may_send_as_messages_need(transport, ticks, waited_for):
+    transport.sending_ticks, waited = ticks, []
+    for tick in range(5):
+        transport.begin_tick()
+        transport._pending_sends[-1].append((0, partial(waited.append, tick)))
+    assert waited == waited_for
 
 
 TWO_RANKS = """

@@ -327,6 +327,27 @@ def test_the_command_plans_and_measures(tmp_path, capfd, monkeypatch):
     assert result["measured"]["basic"] > 0
 
 
+def test_numbers_in_flight_are_chosen_for_slow_links(tmp_path, capfd, monkeypatch):
+    fork(monkeypatch)
+    file = tmp_path / "plan.json"
+    slow = ["--latency", "10000", "--bandwidth", "1", "--stages", "1,1,2", "--memory-limit", "100"]
+    code = main(["plan", *TINY, "--ranks", "2", "--ticks", "2", *slow, "--json", str(file)])
+    printed, said = capfd.readouterr()
+    assert code == 0, said
+    result = json.loads(file.read_text())
+    chosen, low, lock = result["in_flight"]
+    assert [row["schedule"] for row in (chosen, low, lock)] == ["chosen", "low-staleness", "lock-step"]
+    assert low["throughput"] < lock["throughput"] < 0.01 < 0.94 < chosen["throughput"]
+    assert chosen["in_flight"][0] > 20 / chosen["tick"] / 1.5
+    assert chosen["in_flight"][0] - chosen["in_flight"][1] == 1  # on the same rank
+    assert chosen["delays"] == chosen["in_flight"]
+    assert result["plan"]["tick"] == pytest.approx(chosen["tick"])
+    assert result["measured"] is None
+    numbers = ",".join(map(str, chosen["in_flight"]))
+    assert f"to train with: --method petra --schedule {numbers} --ranks 2 --stages 1,1,2" in printed
+    assert "links of 10000 ms and 1 Gbit/s, messages of up to" in printed
+
+
 def fork(monkeypatch):
     """Start ranks from a process that has already imported everything."""
     fork_server.context()
@@ -390,6 +411,9 @@ def test_an_error_of_a_rank_is_one_line(capfd, monkeypatch):
         (["--ranks", "3", "--stages", "2"], "--stages is 2 for 3 ranks"),
         (["--ranks", "2", "--memory-limit", "-1"], "--memory-limit is -1.0"),
         (["--ranks", "2", "--method", "petr"], "did you mean 'petra'"),
+        (["--ranks", "2", "--latency", "1", "--schedule", "lock-step"], "leave --schedule out"),
+        (["--ranks", "2", "--bandwidth", "1", "--method", "backprop"], "but backprop has none: choose a pipelined"),
+        (["--ranks", "2", "--bandwidth", "0"], "--bandwidth is 0.0: give more than 0"),
         (["--ranks", "2", "--method", "backprop", "--schedule", "lock-step"], "backprop computes exact gradients"),
     ],
 )

@@ -579,3 +579,11 @@ def test_buckets_have_every_tensor_once(sizes, limit):
         before = [t.clone() for t in group]
         unflatten_into(flatten(group) * 2, group)
         assert all(torch.equal(t, b * 2) for t, b in zip(group, before, strict=True))
+
+
+def test_messages_may_be_on_their_way_for_as_many_ticks_as_are_between_two_ranks():
+    def ticks(transport):
+        make(mixed_network(), transport=transport, stages=3, schedule=[9, 4, 0])
+        return transport.sending_ticks
+
+    assert run_together(ticks, 3) == [5, 5, 5]

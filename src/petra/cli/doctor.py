@@ -135,6 +135,8 @@ def _as_text(
     parts = [
         render(["rank", *names], ranks, left=7),
         render(["link", "latency", "bandwidth"], speeds, left=1),
+        "to plan for the slowest of these links: petra plan "
+        f"--latency {1e3 * max(s.latency for s in links):.3g} --bandwidth {8e-9 * min(s.bandwidth for s in links):.3g}",
         render(["small pipeline", "captured ticks", "per tick", "same bits as one process"], pipelines, left=1),
         "\n".join(f"PROBLEM: {problem}" for problem in problems) or "No problem was found.",
     ]

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from petra import methods
 from petra.cli.device import cores, reject_processes
 from petra.cli.options import ExecutionOptions, NetworkOptions, add_options
 from petra.cli.plan_benchmark import basic_method, spawn_ranks
-from petra.cli.plan_config import InputOptions, PlanConfig, listed
+from petra.cli.plan_config import InputOptions, LinkOptions, PlanConfig, listed
 from petra.cli.plan_simulation import SimulationOptions, reject_without_simulate, run_simulation
 from petra.formatting import mebibytes, render
 from petra.measure import Plan, environment
@@ -57,6 +58,7 @@ def add_to(commands: Any) -> None:
         description="Times every layer on all ranks at once, chooses the cut whose busiest rank has the least work, "
         "predicts tick, speed-up and memory, and compares the prediction with a short run on random data. "
         "Ranks are processes on this machine, on CPU cores. Corrections of staleness are not included. "
+        "For slow links, give --latency and --bandwidth: the plan then also chooses how many micro-batches are in flight. "
         "With --simulate, it simulates a pipeline on any number of workers instead, from the costs of layers and the "
         "speed of links.",
         epilog="Example: petra plan --model revnet18 --ranks 4 --batch-size 64 --memory-limit 500",
@@ -64,6 +66,7 @@ def add_to(commands: Any) -> None:
     add_options(parser, PlanOptions, ["model"])
     add_options(parser, NetworkOptions)
     add_options(parser, PlanOptions, options_of(PlanOptions).keys() - {"model"})
+    add_options(parser, LinkOptions)
     add_options(parser, SimulationOptions)
     parser.set_defaults(run=run)
 
@@ -71,6 +74,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Plan on real processes, and print the result."""
     check_values(PlanOptions, vars(options))
+    check_values(LinkOptions, vars(options))
     check_values(SimulationOptions, vars(options))
     reject_without_simulate(options)
     reject_processes("a plan starts its ranks itself")
@@ -82,6 +86,14 @@ def run(options: argparse.Namespace) -> None:
             check_not_folder("--timeline", options.timeline)
         run_simulation(config, options)
         return
+    if config.has_links:
+        if options.schedule is not None:
+            raise ValueError("--latency and --bandwidth choose the numbers in flight: leave --schedule out")
+        if not methods.find(config.method).pipelined:
+            raise ValueError(
+                f"--latency and --bandwidth choose numbers in flight, but {config.method} has none: choose a pipelined "
+                "method such as petra"
+            )
     if config.ranks > cores():
         print(
             f"petra plan: {config.ranks} ranks share {cores()} cores and wait for them: "
@@ -97,10 +109,12 @@ def run(options: argparse.Namespace) -> None:
     if options.json is not None:
         result = {"config": asdict(config), "speedup": plan.speedup, **found, "environment": environment()}
         checkpoint.write_json(options.json, result)
-    print(report(config, plan, found["measured"]))
+    print(report(config, plan, found["measured"], found["in_flight"]))
 
 
-def report(config: PlanConfig, plan: Plan, measured: dict[str, Any] | None) -> str:
+def report(
+    config: PlanConfig, plan: Plan, measured: dict[str, Any] | None, in_flight: list[dict[str, Any]] | None = None
+) -> str:
     """Return the table, the totals, and the options to train with."""
     header = ["rank", "layers", "ms per tick", "measured", "memory", "measured", "sent up", "sent down"]
     rows = []
@@ -124,6 +138,8 @@ def report(config: PlanConfig, plan: Plan, measured: dict[str, Any] | None) -> s
     options = f"--method {config.method}" + (f" --accumulate {config.accumulate}" if config.accumulate > 1 else "")
     if config.schedule is not None:
         options += f" --schedule {spell(config.schedule)}"
+    elif in_flight is not None:
+        options += f" --schedule {spell(in_flight[0]['in_flight'])}"
     lines = [
         f"{config.model} with {config.method} on {config.ranks} ranks, {len(plan.stages)} stages of {stages} layers; "
         f"micro-batches of {config.batch_size}, {config.threads} threads per rank",
@@ -148,11 +164,34 @@ def report(config: PlanConfig, plan: Plan, measured: dict[str, Any] | None) -> s
     return "\n".join(
         [
             *lines,
+            *([] if in_flight is None else ["", *_links(config, plan, in_flight)]),
             "",
             f"to train with: {options} --ranks {config.ranks} "
             f"--stages {stages if len(plan.stages) > 1 else 1}{placement}",
         ]
     )
+
+
+def _links(config: PlanConfig, plan: Plan, in_flight: list[dict[str, Any]]) -> list[str]:
+    """Return a table of numbers in flight over the given links."""
+    bandwidth = "" if config.bandwidth is None else f" and {config.bandwidth * 8 / 1e9:g} Gbit/s"
+    rows = [
+        [
+            row["schedule"],
+            spell(row["in_flight"]),
+            ", ".join(f"{delay:g}" for delay in row["delays"]),
+            _ms(row["tick"]),
+            f"{row['throughput']:.2f}",
+        ]
+        for row in in_flight
+    ]
+    header = ["schedule", "in flight", "updates late", "ms per tick", "throughput, of that with fast links"]
+    return [
+        f"links of {1e3 * config.latency:g} ms{bandwidth}, messages of up to {mebibytes(max(plan.up_bytes, default=0))} "
+        f"and {mebibytes(max(plan.down_bytes, default=0))} back",
+        "",
+        render(header, rows, left=3),
+    ]
 
 
 def _ms(seconds: float) -> str:

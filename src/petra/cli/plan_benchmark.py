@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,22 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from petra import methods
 from petra.cli.plan_config import PlanConfig
 from petra.distributed import ProcessTransport, Transport
-from petra.measure import Link, MemoryProbe, Plan, Profile, Stopwatch, make_plan, profile, tick_seconds
+from petra.measure import (
+    Link,
+    MemoryProbe,
+    Plan,
+    Profile,
+    SlowPipeline,
+    Stopwatch,
+    make_plan,
+    profile,
+    tick_seconds,
+)
 from petra.methods import METHODS, Method
-from petra.pipeline import ShapeInference, balance
+from petra.pipeline import ShapeInference, balance, partition
 from petra.pipeline.message_shapes import shapes_of
 from petra.reversible import Network, ReversibleLayer
-from petra.schedule import Action, Kind
+from petra.schedule import Action, AsyncSchedule, Kind, lock_step, low_staleness
 from petra.trainer import Trainer
 from petra.trainer.loss import cross_entropy
 from petra.trainer.optimizers import sgd
@@ -93,6 +104,33 @@ def _report(rank: int, error: Exception, folder: Path) -> None:
         (folder / ERROR).hardlink_to(own)  # in one step, because another rank may end this process
 
 
+def slow_pipeline(config: PlanConfig, own: Profile, plan: Plan, link: Link) -> SlowPipeline:
+    """Return the stages of a plan with the links that were given."""
+    cuts = partition(sum(plan.stages), plan.stages)
+    seconds = [own.stage(cut).per_tick(config.accumulate) for cut in cuts]
+    return SlowPipeline(seconds, plan.placement, plan.up_bytes, plan.down_bytes, link.delay, link.bandwidth)
+
+
+def compare_in_flight(config: PlanConfig, own: Profile, plan: Plan, link: Link, waiting: float) -> list[dict[str, Any]]:
+    """Return numbers in flight with their staleness and speed: those of the plan, and of the schedules with a name."""
+    pipeline, stages, k = slow_pipeline(config, own, plan, link), len(plan.stages), config.accumulate
+    schedules = [
+        AsyncSchedule(pipeline.adapted(), k, "chosen"),
+        low_staleness(stages, k),
+        lock_step(stages, k),
+    ]
+    return [
+        {
+            "schedule": schedule.name,
+            "in_flight": list(schedule.in_flight),
+            "delays": [schedule.delay(stage) for stage in range(stages)],
+            "tick": pipeline.period(schedule.in_flight) * waiting,
+            "throughput": pipeline.throughput(schedule),
+        }
+        for schedule in schedules
+    ]
+
+
 class Rank:
     """One rank: it measures, plans, and times the plan."""
 
@@ -111,6 +149,8 @@ class Rank:
         link = self.link()
         self.print("timing a pipeline, to see how ranks at work slow each other")
         own, waiting = self.calibrate(method, own, link)
+        if config.has_links:
+            link = replace(link, delay=config.latency, bandwidth=config.bandwidth or link.bandwidth)
         self.print("choosing a cut")
         plan = self.plan(network, method, own, other, link)
         if isinstance(plan, str):
@@ -122,7 +162,13 @@ class Rank:
             measured = self.measure(method, config.schedule, plan)
             self.print(f"timing {basic.name} on the same stages")
             measured["basic"] = self.measure(basic, None, plan, -(-config.ticks // 2))["tick"]  # long ones
-        return {"plan": asdict(plan), "measured": measured, "profile": own.to_json(), "link": asdict(link)}
+        return {
+            "plan": asdict(plan),
+            "measured": measured,
+            "profile": own.to_json(),
+            "link": asdict(link),
+            "in_flight": compare_in_flight(config, own, plan, link, waiting) if config.has_links else None,
+        }
 
     def print(self, text: str) -> None:
         if self.rank == 0 and not self.config.quiet:
@@ -201,23 +247,32 @@ class Rank:
     def plan(self, network: Network, method: Method, own: Profile, other: Profile, link: Link) -> Plan | str:
         """Return the plan of rank 0 on every rank, or the reason why there is none."""
         found: dict[str, Any] = {}
+        config = self.config
+        make = partial(
+            make_plan,
+            list(network),
+            method,
+            profile=own,
+            ranks=config.ranks,
+            inputs=(self.inputs,),
+            targets=self.targets,
+            loss=cross_entropy,
+            optimizer=self.optimizer,
+            basic=other,
+            link=link,
+            memory_limit=config.memory_limit,
+        )
         if self.rank == 0:
             try:
-                plan = make_plan(
-                    list(network),
-                    method,
-                    self.config.make_schedule,
-                    own,
-                    ranks=self.config.ranks,
-                    stages=self.config.stages,
-                    inputs=(self.inputs,),
-                    targets=self.targets,
-                    loss=cross_entropy,
-                    optimizer=self.optimizer,
-                    basic=other,
-                    link=link,
-                    memory_limit=self.config.memory_limit,
-                )
+                if config.has_links:  # more stages than ranks would mean more messages
+                    stages = config.stages or config.ranks
+                    plan = make(config.make_schedule, stages=stages)
+                    # The cut again, because the memory of a stage depends on its number in flight.
+                    in_flight = slow_pipeline(config, own, plan, link).adapted()
+                    plan = make(lambda n: choose_schedule(method, n, config.accumulate, in_flight), stages=stages)
+                    plan = replace(plan, tick=slow_pipeline(config, own, plan, link).period(in_flight))
+                else:
+                    plan = make(config.make_schedule, stages=config.stages)
                 found = {"plan": asdict(plan)}
             except ValueError as error:
                 found = {"error": str(error)}

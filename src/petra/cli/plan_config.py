@@ -56,6 +56,31 @@ class InputOptions:
     )
 
 
+LINKS = "links between ranks"
+
+
+@dataclass(kw_only=True)
+class LinkOptions:
+    """The speed of links, as `petra doctor` measures it."""
+
+    latency: float = option(
+        0.0,
+        help="ms that a message takes. With --latency or --bandwidth, the plan also chooses how many micro-batches are "
+        "in flight in each stage, so that ranks do not wait for messages",
+        group=LINKS,
+        metavar="MS",
+        minimum=0,
+    )
+    bandwidth: float | None = option(
+        None,
+        help="of a link in each direction",
+        group=LINKS,
+        metavar="GBIT/S",
+        above=0,
+        default_text="measured here; no limit in simulations",
+    )
+
+
 @dataclass(frozen=True)
 class PlanConfig:
     """A network, its inputs and how to train it; every rank gets a copy."""
@@ -75,6 +100,15 @@ class PlanConfig:
     measure: bool
     threads: int
     quiet: bool
+    latency: float
+    """Seconds that a message takes on its way, in addition to what is measured here."""
+    bandwidth: float | None
+    """Bytes per second of a link in each direction; None if it is measured here."""
+
+    @property
+    def has_links(self) -> bool:
+        """True if the speed of links is given, for which the plan chooses numbers in flight."""
+        return self.latency > 0 or self.bandwidth is not None
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> PlanConfig:
@@ -108,9 +142,12 @@ class PlanConfig:
             stages=options.stages,
             memory_limit=None if options.memory_limit is None else int(options.memory_limit * 2**20),
             ticks=options.ticks,
-            measure=not options.no_run,
+            # A run here would not have these links.
+            measure=not options.no_run and not options.latency and options.bandwidth is None,
             threads=max(1, cores() // options.ranks),
             quiet=options.quiet,
+            latency=options.latency / 1e3,
+            bandwidth=None if options.bandwidth is None else options.bandwidth * 1e9 / 8,
         )
         with torch.device("meta"):
             layers = len(config.network())

@@ -44,22 +44,13 @@ class SimulationOptions:
         above=0,
         default_text="time the layers here",
     )
-    latency: float = option(0.0, help="ms that a message takes", group=SIMULATION, metavar="MS", minimum=0)
-    bandwidth: float | None = option(
-        None,
-        help="of a link in each direction",
-        group=SIMULATION,
-        metavar="GBIT/S",
-        above=0,
-        default_text="no limit",
-    )
     node_size: int | None = option(
         None, help="workers per node", group=SIMULATION, metavar="N", minimum=1, default_text="all on one"
     )
-    network_latency: float = option(0.0, help="the same between nodes", group=SIMULATION, metavar="MS", minimum=0)
+    network_latency: float = option(0.0, help="--latency between nodes", group=SIMULATION, metavar="MS", minimum=0)
     network_bandwidth: float | None = option(
         None,
-        help="the same between nodes",
+        help="--bandwidth between nodes",
         group=SIMULATION,
         metavar="GBIT/S",
         above=0,

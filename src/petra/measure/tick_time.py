@@ -19,6 +19,8 @@ class Link:
     """Seconds for each tensor."""
     bandwidth: float = float("inf")
     """Bytes per second."""
+    delay: float = 0.0
+    """Seconds for each message, whatever the number of its tensors."""
 
     def of(self, message: Template) -> float:
         """Return the time of a message.
@@ -30,7 +32,7 @@ class Link:
             Seconds from sending to arrival.
         """
         tensors = [t for t in message if t is not None]
-        return len(tensors) * self.latency + payload(tensors) / self.bandwidth
+        return self.delay + len(tensors) * self.latency + payload(tensors) / self.bandwidth
 
 
 def tick_seconds(
