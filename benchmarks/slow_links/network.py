@@ -113,7 +113,7 @@ class Network:
             self._switch.kill()
             self._switch.wait()
         for name in (*self._names, *([self._hub] if self.kind == NETEM else [])):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)  # noqa: S603, S607
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)  # noqa: S607
 
     def _veths(self) -> None:
         """Connect the namespaces with a bridge; each packet is delayed where it leaves a rank."""
@@ -129,7 +129,7 @@ class Network:
     def _tuns(self) -> None:
         """Start the process that passes packets, and wait until it has moved its devices into the namespaces."""
         arguments = [sys.executable, __file__, repr(self.link.delay), repr(self.link.rate), *self._names]
-        self._switch = subprocess.Popen(arguments, stdout=subprocess.PIPE)  # noqa: S603
+        self._switch = subprocess.Popen(arguments, stdout=subprocess.PIPE)
         assert self._switch.stdout is not None
         if self._switch.stdout.readline() != b"ready\n":
             raise Unavailable("no TUN devices could be made")
@@ -167,7 +167,7 @@ def pass_packets(link: Link, files: Sequence[int]) -> None:
 def _call(*arguments: str) -> None:
     """Run a command; raise `Unavailable` with its message if it fails."""
     try:
-        found = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=20)  # noqa: S603
+        found = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=20)
     except FileNotFoundError:
         raise Unavailable(f"the program {arguments[0]} is missing: install iproute2") from None
     if found.returncode:

@@ -171,7 +171,9 @@ def main(given: list[str] | None = None) -> None:
         slow = replace(work, latency=link.delay, bandwidth=link.rate / 8, seconds=fastest)
         rows += rows_of(link, measure(slow, link, kind, options.limit))
         for row in rows[-len(work.pipelines) :]:
-            print(f"{link}, {row['schedule']}, {row['dtype']}: {1e3 * row['seconds']:.0f} ms", file=sys.stderr, flush=True)
+            print(
+                f"{link}, {row['schedule']}, {row['dtype']}: {1e3 * row['seconds']:.0f} ms", file=sys.stderr, flush=True
+            )
     for row in rows:
         row["throughput"] = fastest / row["seconds"]
         row["predicted_throughput"] = None if row["predicted"] is None else fastest / row["predicted"]

@@ -290,5 +290,5 @@ def test_the_speed_of_an_emulated_link():
     (network,) = import_scripts("benchmarks/slow_links", "network")
     link = network.Link(0.05, 2e8)
     assert str(link) == "50 ms, 200 Mb/s"
-    assert network.netem(link) == "netem limit 10000 delay 50000us rate 200000000bit".split()
-    assert network.netem(network.Link(0.001)) == "netem limit 10000 delay 1000us".split()
+    assert network.netem(link) == ["netem", "limit", "10000", "delay", "50000us", "rate", "200000000bit"]
+    assert network.netem(network.Link(0.001)) == ["netem", "limit", "10000", "delay", "1000us"]

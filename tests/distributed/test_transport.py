@@ -582,8 +582,10 @@ def test_buckets_have_every_tensor_once(sizes, limit):
 
 
 def test_messages_may_be_on_their_way_for_as_many_ticks_as_are_between_two_ranks():
+    network = mixed_network()
+
     def ticks(transport):
-        make(mixed_network(), transport=transport, stages=3, schedule=[9, 4, 0])
+        make(copy.deepcopy(network), transport=transport, stages=3, schedule=[9, 4, 0])
         return transport.sending_ticks
 
     assert run_together(ticks, 3) == [5, 5, 5]

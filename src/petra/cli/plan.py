@@ -58,7 +58,7 @@ def add_to(commands: Any) -> None:
         description="Times every layer on all ranks at once, chooses the cut whose busiest rank has the least work, "
         "predicts tick, speed-up and memory, and compares the prediction with a short run on random data. "
         "Ranks are processes on this machine, on CPU cores. Corrections of staleness are not included. "
-        "For slow links, give --latency and --bandwidth: the plan then also chooses how many micro-batches are in flight. "
+        "For slow links, give --latency and --bandwidth: the plan then chooses the micro-batches in flight, too. "
         "With --simulate, it simulates a pipeline on any number of workers instead, from the costs of layers and the "
         "speed of links.",
         epilog="Example: petra plan --model revnet18 --ranks 4 --batch-size 64 --memory-limit 500",
@@ -187,8 +187,8 @@ def _links(config: PlanConfig, plan: Plan, in_flight: list[dict[str, Any]]) -> l
     ]
     header = ["schedule", "in flight", "updates late", "ms per tick", "throughput, of that with fast links"]
     return [
-        f"links of {1e3 * config.latency:g} ms{bandwidth}, messages of up to {mebibytes(max(plan.up_bytes, default=0))} "
-        f"and {mebibytes(max(plan.down_bytes, default=0))} back",
+        f"links of {1e3 * config.latency:g} ms{bandwidth}, messages of up to "
+        f"{mebibytes(max(plan.up_bytes, default=0))} and {mebibytes(max(plan.down_bytes, default=0))} back",
         "",
         render(header, rows, left=3),
     ]
