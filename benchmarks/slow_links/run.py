@@ -163,7 +163,7 @@ def main(given: list[str] | None = None) -> None:
         seconds=None,
     )
     found = measure(work, Link(), kind, options.limit)
-    rows = rows_of(Link(), found)
+    rows = [{**row, "predicted": None} for row in rows_of(Link(), found)]  # others are relative to these
     fastest = min(row["seconds"] for row in rows)
     print(f"unthrottled: {1e3 * fastest:.0f} ms per micro-batch ({kind}, {options.ranks} ranks)", flush=True)
     for rate, delay in product(options.rates, options.delays):
