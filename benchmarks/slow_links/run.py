@@ -127,7 +127,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--delays", type=numbers, default=[1.0, 10.0, 50.0], help="ms (default 1,10,50)")
     parser.add_argument("--rates", type=numbers, default=[1000.0, 200.0, 80.0], help="Mb/s (default 1000,200,80)")
     parser.add_argument("--schedules", default="lock-step,adapted", help=f"of {', '.join(SCHEDULES)}")
-    parser.add_argument("--dtypes", default="none,bf16", help=f"of messages: {', '.join(COMM_DTYPES)}")
+    parser.add_argument("--dtypes", nargs="+", default=["none", "bf16"], help=f"of messages: {', '.join(COMM_DTYPES)}")
     parser.add_argument("--ticks", type=int, default=12, help="micro-batches in a window")
     parser.add_argument("--rounds", type=int, default=3, help="windows")
     parser.add_argument("--limit", type=float, default=300, help="seconds for all pipelines over one kind of link")
@@ -137,7 +137,7 @@ def main(given: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.smoke:
         vars(options).update(SMOKE)
-    schedules, dtypes = options.schedules.split(","), options.dtypes.split(",")
+    schedules, dtypes = options.schedules.split(","), options.dtypes
     for chosen, known, flag in ((schedules, SCHEDULES, "--schedules"), (dtypes, COMM_DTYPES, "--dtypes")):
         for name in chosen:
             if name not in known:
