@@ -63,7 +63,7 @@ def test_any_placement_gives_the_bits_of_one_process(layout, k, method, data):
     options = {"method": method, "stages": sizes, "accumulate": k, "schedule": schedule or None}
     if method not in ("backprop", "reversible"):
         options["schedule"] = data.draw(st.sampled_from(["lock-step", "low-staleness", "1f1b", "flush:2"]))
-        options["comm_dtype"] = data.draw(st.sampled_from([None, torch.bfloat16]))
+        options["comm_dtype"] = data.draw(st.sampled_from([None, torch.bfloat16, "int8", "streams=bf16,gradients=fp8"]))
     expected = train(**options)
     ranks = max(placement) + 1
     found = run_together(lambda transport: train(transport, placement=placement, **options), ranks)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from petra.formatting import unknown
 from petra.reversible.streams import channels_last
 
 T = TypeVar("T", Tensor, Tensor | None)
@@ -180,14 +181,13 @@ def find_codec(given: str | torch.dtype | None) -> Codec:
         if given == "fp8" and given not in CODECS:
             raise ValueError("this PyTorch has no torch.float8_e4m3fn for fp8: give int8 or bf16, or update PyTorch")
         if given not in CODECS:
-            raise ValueError(f"comm_dtype names {given!r}: give {', '.join(sorted(CODECS))}")
+            raise unknown("codec", given, CODECS)
         return CODECS[given]
     if given is None:
         return FLOAT32
     if not (isinstance(given, torch.dtype) and given.is_floating_point and given.itemsize > 1):
         raise ValueError(
-            f"comm_dtype is {given!r}: give a dtype like torch.bfloat16, None for float32, or a name: "
-            f"{', '.join(sorted(CODECS))}"
+            f"comm_dtype is {given!r}: give a name like 'int8', a dtype like torch.bfloat16, or None for float32"
         )
     known = [codec for codec in CODECS.values() if codec.dtype == given]
     return known[0] if known else Codec(str(given), given)
