@@ -161,11 +161,13 @@ def test_bf16_messages_need_a_float32_network():
         make(mixed_network().double(), stages=2, comm_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_two_streams_go_up_and_four_go_down_at_any_depth(dtype):
-    """Bytes per micro-batch and direction between two reversible stages."""
+@pytest.mark.parametrize(
+    ("dtype", "stream", "gradient"),
+    [(None, 576, 576), (torch.bfloat16, 288, 288), ("int8", 156, 156), ("streams=bf16,gradients=fp8", 288, 156)],
+)
+def test_two_streams_go_up_and_four_go_down_at_any_depth(dtype, stream, gradient):
+    """Bytes per micro-batch and direction between two reversible stages: 3 · 3 · 4 · 4 values, in 3 blocks."""
     per_edge = {}
-    stream = 3 * 3 * 4 * 4 * (2 if dtype else 4)  # batch, width, 4×4
 
     def work(transport):
         torch.manual_seed(0)
@@ -187,7 +189,7 @@ def test_two_streams_go_up_and_four_go_down_at_any_depth(dtype):
                 per_edge.setdefault((ranks, kind), set()).add(count / 10)
     for ranks in (2, 3, 6):
         assert per_edge[ranks, "F"] == {2 * stream}
-        assert per_edge[ranks, "B"] == {4 * stream}
+        assert per_edge[ranks, "B"] == {2 * stream + 2 * gradient}
 
 
 def test_memory_of_a_reversible_rank_does_not_grow_with_the_pipeline():

@@ -104,7 +104,7 @@ def test_extreme_values():
         for x in (tiny, huge, torch.zeros(70), torch.full((70,), -2.0)):
             (rounded,) = CODECS[name].pack((x,))
             assert rounded.isfinite().all()
-            assert (rounded - x).abs().max() <= 0.07 * x.abs().max() + 2e-43
+            assert (rounded - x).abs().max() <= 0.07 * x.abs().max() + 4e-43
 
 
 def test_int8_is_more_accurate_than_fp8():

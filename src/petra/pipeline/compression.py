@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from petra.formatting import unknown
-from petra.reversible.streams import channels_last
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -109,13 +108,12 @@ class Codec:
     def _round(self, tensor: Tensor) -> Tensor:
         if self.largest is None:
             return tensor.to(self.dtype)
-        last = channels_last(tensor)
-        return self._restored(*self._quantized(tensor), tensor.shape, last)
+        return self._restored(*self._quantized(tensor), tensor.shape, _channels_last(tensor))
 
     def _quantized(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return values of the type in blocks, and the scale of each block."""
         assert self.largest is not None
-        flat = (tensor.permute(0, 2, 3, 1) if channels_last(tensor) else tensor).detach().reshape(-1)
+        flat = (tensor.permute(0, 2, 3, 1) if _channels_last(tensor) else tensor).detach().reshape(-1)
         count = _blocks(flat.numel())
         blocks = pad(flat, (0, count * BLOCK - flat.numel())).view(count, BLOCK)
         scales = blocks.abs().amax(1, keepdim=True) / self.largest
@@ -148,6 +146,14 @@ class Codec:
 
 def _is_float32(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    """Return whether images have the strides of channels last, which differ even where the memory does not."""
+    if tensor.ndim != 4:
+        return False
+    _, channels, height, width = tensor.shape
+    return tensor.stride() == (height * width * channels, 1, width * channels, channels)
 
 
 def _blocks(values: int) -> int:
