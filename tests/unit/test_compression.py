@@ -156,5 +156,5 @@ def test_what_is_no_codec(given_, message):
 
 def test_a_pytorch_without_fp8(monkeypatch):
     monkeypatch.delitem(compression.CODECS, "fp8")
-    with pytest.raises(ValueError, match="this PyTorch has no torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"this PyTorch has no torch\.float8_e4m3fn"):
         find_codec("fp8")

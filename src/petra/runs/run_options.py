@@ -302,8 +302,8 @@ class RunOptions:
     )
     comm_dtype: str | None = option(
         None,
-        help="rounding of the tensors that are sent between stages: bf16, or int8 or fp8 with a scale for every 64 values; "
-        "streams=bf16,gradients=int8 rounds streams and gradients differently",
+        help="rounding of the tensors that are sent between stages: bf16, or int8 or fp8 with a scale for every 64 "
+        "values; streams=bf16,gradients=int8 rounds streams and gradients differently",
         group=TRAINING,
         metavar="CODEC",
         parse=_comm_dtype,

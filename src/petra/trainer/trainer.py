@@ -112,8 +112,8 @@ class Trainer:
         transport: Connects the ranks; by default, there is one process.
         placement: The rank of each stage; by default, each rank holds about as many consecutive stages.
         comm_dtype: The rounding of messages between stages: `"bf16"` or `torch.bfloat16` halves them, `"int8"` and
-            `"fp8"` send about a quarter. `"streams=bf16,gradients=int8"` rounds streams and gradients differently. Where
-            it is bf16 and `autocast` too, stages of one layer compute with streams as they arrive.
+            `"fp8"` send about a quarter. `"streams=bf16,gradients=int8"` rounds the two parts of a message differently.
+            Where all is bf16 and `autocast` too, stages of one layer compute with streams as they arrive.
         ema: The decay of an exponential moving average of the weights, such as 0.999; None averages nothing. Every
             stage averages its weights and running statistics after each of its updates.
         free_gradients: Free the gradients of a stage after each of its updates, which needs less memory. By default,
