@@ -3,7 +3,7 @@
     python benchmarks/slow_links/losses.py --jobs 2
     python benchmarks/slow_links/losses.py --smoke
 
-A decoder of bytes and a RevNet, six stages, with PETRA and with the exact reversible pipeline (1F1B), in one process,
+A decoder of bytes and a RevNet, six stages of one layer, with PETRA and with the exact reversible pipeline (1F1B), in one process,
 which rounds as ranks do. Prints tables, and writes losses.json after every training, so that an interrupted benchmark
 continues where it was. `--smoke` trains a few steps and stores nothing.
 """
@@ -25,9 +25,10 @@ from petra.formatting import render
 from petra.measure import environment
 from petra.methods import BackwardMessage
 
-STAGES, SEQ_LEN, LAST = 6, 32, 50
+SEQ_LEN, LAST = 32, 50
 TEXTS = Path(__file__).parents[2] / "docs" / "guides"
 NETWORKS = ("decoder", "revnet")
+DEPTHS = {"decoder": 4, "decoder of 12 blocks": 12}
 METHODS = {"petra": {"method": "petra"}, "exact": {"method": "reversible", "schedule": "1f1b"}}
 CASES = {
     "float32": {},
@@ -42,7 +43,7 @@ CASES = {
     "int8, error feedback of gradients": {"comm_dtype": "int8", "feedback": ("gradients",)},
     "int8, error feedback of both": {"comm_dtype": "int8", "feedback": ("streams", "gradients")},
 }
-EXACT_GRADIENTS = ("bf16", "int8", "fp8", "streams=bf16", "gradients=bf16", "streams=int8", "gradients=int8")
+ROUNDED = ("bf16", "int8", "fp8", "streams=bf16", "gradients=bf16", "streams=int8", "gradients=int8", "streams=fp8")
 
 
 def read_texts():
@@ -67,16 +68,18 @@ def loss_of(outputs, targets):
 
 
 def task(network):
-    """Return a network, a function that yields micro-batches, the test batches, the optimizer and micro-batches."""
-    if network == "decoder":
-        model = petra.models.create("rev-gpt", width=32, depth=4, heads=4, vocab_size=256, seq_len=SEQ_LEN)
+    """Return a network, a function that yields micro-batches, the test batches, and the optimizer."""
+    if network in DEPTHS:
+        model = petra.models.create(
+            "rev-gpt", width=32, depth=DEPTHS[network], heads=4, vocab_size=256, seq_len=SEQ_LEN
+        )
         train, test, _ = read_texts()
 
         def batches(count, seed):
-            return windows(train, count, 8, seed)
+            return windows(train, count, 4, seed)
 
-        return model, batches, list(windows(test, 32, 16, 0)), lambda p: torch.optim.AdamW(p, 2e-3), 2
-    model = petra.models.create("revnet18", width=4, num_classes=10, in_channels=1)
+        return model, batches, list(windows(test, 16, 16, 0)), lambda p: torch.optim.AdamW(p, 1e-3)
+    model = petra.models.create("revnet18", width=4, depths=(1, 1, 1, 1), num_classes=10, in_channels=1)
     data = load_data("digits")
 
     def digits(count, seed):
@@ -84,7 +87,7 @@ def task(network):
         return (next(epochs) for _ in range(count))
 
     test_batches = list(Batches(data, "test", batch_size=360).epoch(0))
-    return model, digits, test_batches, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9), 1
+    return model, digits, test_batches, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)
 
 
 def feed_errors_back(trainer, kinds):
@@ -124,7 +127,7 @@ def train(network, method, case, seed, steps):
     torch.manual_seed(seed)
     options = dict(CASES[case])
     change, feedback = options.pop("change", 0.0), options.pop("feedback", ())
-    model, batches, test, optimizer, accumulate = task(network)
+    model, batches, test, optimizer = task(network)
     with torch.no_grad():
         for parameter in model.parameters() if change else ():
             parameter.mul_(1 + change * torch.randn_like(parameter))
@@ -132,8 +135,7 @@ def train(network, method, case, seed, steps):
         model,
         loss=loss_of,
         optimizer=optimizer,
-        stages=STAGES,
-        accumulate=accumulate,
+        stages=len(model),
         clip_norm=1.0,
         seed=seed,
         **METHODS[method],
@@ -141,24 +143,24 @@ def train(network, method, case, seed, steps):
     )
     if feedback:
         feed_errors_back(trainer, feedback)
-    losses = [float(r.loss) for x, y in batches(steps * accumulate, seed) for r in trainer.step(x, y)]
+    losses = [float(r.loss) for x, y in batches(steps, seed) for r in trainer.step(x, y)]
     losses += [float(r.loss) for r in trainer.drain()]
     model.eval()
     with torch.no_grad():  # without messages, so that the weights are compared
         tested = fmean(float(loss_of(model(x), y)) for x, y in test)
-    last = fmean(losses[-LAST * accumulate :])
+    last = fmean(losses[-LAST:])
     return {"network": network, "method": method, "case": case, "seed": seed, "train": last, "test": tested}
 
 
 def gradients(network, method, comm_dtype):
     """Return the gradient of one micro-batch for every stage, as one vector."""
     torch.manual_seed(0)
-    model, batches, _, _, _ = task(network)
+    model, batches, _, _ = task(network)
     trainer = petra.Trainer(
         model,
         loss=loss_of,
         optimizer=lambda p: torch.optim.SGD(p, 0.0),
-        stages=STAGES,
+        stages=len(model),
         method=method,
         comm_dtype=comm_dtype,
     )
@@ -171,9 +173,9 @@ def gradients(network, method, comm_dtype):
 def gradient_errors():
     """Return the relative errors of exact gradients, for reconstructed and for stored activations."""
     found = []
-    for network in NETWORKS:
+    for network in (*DEPTHS, "revnet"):
         exact = gradients(network, "reversible", None)
-        for codec in EXACT_GRADIENTS:
+        for codec in ROUNDED:
             for method in ("reversible", "backprop"):
                 rounded = gradients(network, method, codec)
                 errors = [float((a - b).norm() / b.norm()) for a, b in zip(rounded, exact, strict=True)]
@@ -203,11 +205,13 @@ def _compared(trainings, plain):
 
 
 def error_table(errors):
-    """Return a line for every network, codec and method: errors of the first stages, from the loss downwards."""
-    rows = [
-        [e["network"], e["codec"], e["method"], *(f"{error:.2%}" for error in reversed(e["errors"]))] for e in errors
-    ]
-    return render(["network", "messages", "method", *(f"stage {s}" for s in reversed(range(STAGES)))], rows)
+    """Return a line for every network, codec and method: errors of the last stage, of some below it, and of the first."""
+    rows = []
+    for e in errors:
+        below = e["errors"][-2::-1]
+        shown = (e["errors"][-1], below[0], below[len(below) // 2], below[-2], below[-1])
+        rows.append([e["network"], e["codec"], e["method"], *(f"{error:.2%}" for error in shown)])
+    return render(["network", "messages", "method", "last", "next to last", "middle", "second", "first"], rows)
 
 
 def main() -> None:
@@ -231,7 +235,7 @@ def main() -> None:
         parser.error(f"{file} has other steps or another text: give another --out, or delete it")
     trainings = result["trainings"]
     done = {(t["network"], t["method"], t["case"], t["seed"]) for t in trainings}
-    todo = [(n, m, c, s) for s in options.seeds for c in CASES for n in NETWORKS for m in METHODS]
+    todo = [(n, m, c, s) for s in options.seeds for n in NETWORKS for c in CASES for m in METHODS]
     todo = [one for one in todo if one not in done and options.only in ("", one[0])]
 
     def store():
