@@ -3,9 +3,9 @@
     python benchmarks/slow_links/losses.py --jobs 2
     python benchmarks/slow_links/losses.py --smoke
 
-A decoder of bytes and a RevNet, six stages of one layer, with PETRA and with the exact reversible pipeline (1F1B), in one process,
-which rounds as ranks do. Prints tables, and writes losses.json after every training, so that an interrupted benchmark
-continues where it was. `--smoke` trains a few steps and stores nothing.
+A decoder of bytes and a RevNet, six stages of one layer, with PETRA and with the exact reversible pipeline (1F1B), in
+one process, which rounds as ranks do. Prints tables, and writes losses.json after every training, so that an
+interrupted benchmark continues where it was. `--smoke` trains a few steps and stores nothing.
 """
 
 import argparse
@@ -205,7 +205,7 @@ def _compared(trainings, plain):
 
 
 def error_table(errors):
-    """Return a line for every network, codec and method: errors of the last stage, of some below it, and of the first."""
+    """Return a line for every network, codec and method: errors of the last stage, and of some below it."""
     rows = []
     for e in errors:
         below = e["errors"][-2::-1]
