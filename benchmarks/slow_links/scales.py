@@ -50,7 +50,7 @@ def error(x, group, kind):
 def measure(network, steps):
     """Return the mean error over the last messages of all boundaries, by kind of message, group and type."""
     torch.manual_seed(0)
-    model, batches, _, optimizer = losses.task(network)
+    model, batches, _, optimizer = losses.task(network, "petra")
     trainer = petra.Trainer(
         model, loss=losses.loss_of, optimizer=optimizer, stages=len(model), method="petra", clip_norm=1.0
     )
