@@ -179,9 +179,8 @@ class RankMailbox(LocalMailbox):
         pending = self._transport.receive(source, header, self._permuted(encoded, 0, 2, 3, 1))
 
         def arrive() -> Template:
-            tensors = self._permuted(pending(), 0, 3, 1, 2)
-            last = self.format.channels_last
-            return tuple(codec.decode(*pair, last) for codec, *pair in zip(codecs, tensors, template, strict=True))
+            arrived = zip(codecs, self._permuted(pending(), 0, 3, 1, 2), template, strict=True)
+            return tuple(codec.decode(x, like, self.format.channels_last) for codec, x, like in arrived)
 
         return arrive
 
