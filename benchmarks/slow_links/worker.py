@@ -26,7 +26,7 @@ from petra.pipeline.message_shapes import shapes_of
 from petra.schedule import AsyncSchedule
 
 CLASSES = 10
-COMM_DTYPES = {"none": None, "bf16": torch.bfloat16}
+COMM_DTYPES = {"none": None, "bf16": "bf16", "int8": "int8"}
 """The dtypes of messages by name."""
 FILL = 2
 """Fillings of the pipeline before the measurement; TCP raises its speed meanwhile."""
@@ -139,7 +139,7 @@ class Rank:
         with torch.device("meta"):
             network = list(self.network())
         cuts = partition(len(network), self.stages)
-        format = MessageFormat(COMM_DTYPES[dtype])
+        format = MessageFormat.of(COMM_DTYPES[dtype])
         shapes = ShapeInference(network, cuts, METHODS["petra"], format).shapes(shapes_of((self.inputs,)))
         sizes = [
             [payload([t for t in message if t is not None]) for message in messages]

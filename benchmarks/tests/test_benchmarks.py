@@ -26,6 +26,14 @@ def test_a_smoke_run_of_the_tick_stores_nothing(name, tmp_path, monkeypatch):
         assert out.exists() == stored
 
 
+def test_a_smoke_run_of_the_losses_stores_nothing(tmp_path, monkeypatch, capsys):
+    (losses,) = import_scripts("benchmarks/slow_links", "losses")
+    monkeypatch.setattr(sys, "argv", ["losses.py", "--smoke", "--out", str(tmp_path)])
+    losses.main()
+    assert not list(tmp_path.iterdir())
+    assert "decoder   petra      int8" in capsys.readouterr().out
+
+
 def test_too_few_updates_for_a_prediction_are_reported(tmp_path, monkeypatch, capsys):
     (module,) = import_scripts("benchmarks/prediction", "run")
     few = ["--model", "revnet18", "--width", "2", "--depths", "1", "--data", "synthetic:1x8x8:2:8", "--epochs", "1"]

@@ -41,6 +41,10 @@ def test_words_that_are_not_among_those_to_choose_from(capsys):
     assert "COMMAND is 'x': choose from train, evaluate, " in said(capsys, "x")
     assert "--autocast is 'fp8': choose from bf16" in said(capsys, "train", "--autocast", "fp8")
     assert "--method is 'petre': did you mean 'petra'?" in said(capsys, "train", "--method", "petre")
+    assert "--comm-dtype is 'int4': there is no codec named 'int4': did you mean 'int8'?" in said(
+        capsys, "train", "--comm-dtype", "int4"
+    )
+    assert "write it like streams=bf16,gradients=int8" in said(capsys, "train", "--comm-dtype", "stream=int8")
     assert "--epochs is 'ten': give a whole number" in said(capsys, "train", "--epochs", "ten")
     assert "--depths is '2;2': give a whole number, or several separated by commas" in said(
         capsys, "train", "--depths", "2;2"

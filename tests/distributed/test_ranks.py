@@ -37,6 +37,10 @@ CASES = [
     if k == 1 or schedule or method not in ("backprop", "reversible", "ddg", "dni")  # k does not affect messages
 ]
 CASES.append({"options": {"method": "petra", "stages": 4, "comm_dtype": "bf16"}})
+CASES += [
+    {"options": {"method": "petra", "stages": 4, "comm_dtype": "int8"}, "ticks": 14, "resume_after": 9},
+    {"options": {"method": "petra", "stages": 4, "comm_dtype": "streams=bf16,gradients=fp8"}, "ticks": 14},
+]
 CLIPPED = {"method": "petra", "stages": 4, "clip_norm": 0.1, "clip": "global"}
 CASES += [{"options": CLIPPED, "ticks": 10}, {"options": {**CLIPPED, "schedule": "1f1b", "accumulate": 2}, "ticks": 10}]
 SCATTERED = {2: [0, 1, 0, 1], 4: [2, 0, 1, 3]}

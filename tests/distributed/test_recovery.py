@@ -20,6 +20,7 @@ SMALL = [
     *("train", "--model", "revnet18", "--width", "4", "--depths", "1,1", "--stages", "4"),
     *("--data", "synthetic:1x8x8:10:200", "--batch-size", "8", "--epochs", "2", "--lr", "0.05"),
     *("--warmup-epochs", "1", "--threads", "1", "--device", "cpu", "--checkpoint-epochs", "9"),
+    *("--comm-dtype", "streams=bf16,gradients=int8"),
 ]
 LIMIT = 240
 

@@ -24,8 +24,6 @@ TICKS = 14
 def make_trainer(case, transport=None):
     torch.manual_seed(case.get("weights", 0))
     options = {**case["options"]}
-    if "comm_dtype" in options:
-        options["comm_dtype"] = torch.bfloat16
     return Trainer(
         mixed_network(),
         loss=cross_entropy,

@@ -138,8 +138,8 @@ class TestErrors:
             ({"clip_norm": 0.0}, "clip_norm is 0.0"),
             ({"clip_norm": float("nan")}, "clip_norm is nan"),
             ({"autocast": torch.int8}, r"autocast is torch\.int8: give a dtype like torch\.bfloat16"),
-            ({"comm_dtype": torch.int8}, r"comm_dtype is torch\.int8: give a dtype like torch\.bfloat16"),
-            ({"comm_dtype": "bf16"}, "comm_dtype is 'bf16'"),
+            ({"comm_dtype": torch.int8}, r"comm_dtype is torch\.int8: give a name like 'int8'"),
+            ({"comm_dtype": "int4"}, "there is no codec named 'int4'"),
             ({"optimizer": lambda parameters: None}, "the optimizer function returns a NoneType: return the optimizer"),
             ({"scheduler": lambda optimizer: None}, "the scheduler function returns a NoneType: return the scheduler"),
         ],
@@ -321,7 +321,7 @@ class TestErrors:
         [
             ({"schedule": 3}, "schedule is 3: give a name, or the number in flight of each stage"),
             ({"corrections": [3]}, "3 is not a correction: give a name like predict, or an object of petra"),
-            ({"comm_dtype": "bf16"}, "comm_dtype is 'bf16': give a dtype like torch.bfloat16"),
+            ({"comm_dtype": 8}, "comm_dtype is 8: give a name like 'int8', a dtype like torch.bfloat16"),
             ({"clip_norm": "1"}, "clip_norm is '1': give a positive norm"),
         ],
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from petra.distributed.transport import PendingReceive, Transport
 from petra.methods import BackwardMessage
+from petra.pipeline.compression import Codec
 from petra.pipeline.mailbox import EVALUATION, LocalMailbox, Outgoing, Shapes
 from petra.pipeline.message_format import MessageFormat
 from petra.pipeline.message_shapes import ShapeInference, Template, as_message, as_tensors, shapes_of
@@ -27,7 +28,7 @@ class RankMailbox(LocalMailbox):
         placement: The rank of each stage.
         transport: Sends and receives.
         shape_inference: The shapes of messages.
-        format: The dtype and layout of messages.
+        format: The rounding and layout of messages.
     """
 
     exchanges = True
@@ -84,10 +85,10 @@ class RankMailbox(LocalMailbox):
             sent = Action(action.stage, action.kind, start + action.microbatch)
             if action.kind is Kind.FORWARD and (to := action.stage + 1) in self._owned:
                 template = self._shape_inference.shapes(shapes[sent.microbatch]).forward[to]
-                self._pending_forward[to, sent.microbatch] = self._receive(sent, template)
+                self._pending_forward[to, sent.microbatch] = self._receive_streams(sent, template)
             elif action.kind is Kind.BACKWARD and (to := action.stage - 1) in self._owned:
                 template = self._shape_inference.shapes(shapes[sent.microbatch]).backward[to]
-                self._pending_backward[to, sent.microbatch] = self._receive(sent, template)
+                self._pending_backward[to, sent.microbatch] = self._receive_backward(sent, template)
 
     def begin_evaluation(self, inputs: Streams) -> None:
         self._transport.begin_tick()
@@ -96,7 +97,7 @@ class RankMailbox(LocalMailbox):
     def take_forward(self, stage: Stage, microbatch: int) -> Streams:
         if microbatch == EVALUATION and stage.index - 1 not in self._owned:
             sent = Action(stage.index - 1, Kind.FORWARD, microbatch)
-            return _without_none(self._receive(sent, self._evaluation[stage.index])())
+            return _without_none(self._receive_streams(sent, self._evaluation[stage.index])())
         self._collect_forward(stage.index, microbatch)
         return super().take_forward(stage, microbatch)
 
@@ -104,7 +105,8 @@ class RankMailbox(LocalMailbox):
         if action.stage + 1 in self._owned:
             super().send_forward(action, streams)
         else:
-            self._send(self._placement[action.stage + 1], action, self.format.pack(self.format.lay_out(streams)))
+            tensors = self.format.streams.encode(self.format.lay_out(streams))
+            self._send(self._placement[action.stage + 1], action, tensors)
 
     def take_backward(self, stage: Stage, microbatch: int) -> BackwardMessage:
         self._collect_backward(stage.index, microbatch)
@@ -114,7 +116,7 @@ class RankMailbox(LocalMailbox):
         if action.stage - 1 in self._owned:
             super().send_backward(action, message)
             return
-        tensors = as_tensors(self._packed(message))
+        tensors = as_tensors(self._encoded(message))
         shapes = self._shapes.get(action.microbatch)  # where gradients are predicted, it may have left already
         expected = tensors if shapes is None else self._shape_inference.shapes(shapes).backward[action.stage - 1]
         if [x is None for x in tensors] != [x is None for x in expected]:
@@ -157,10 +159,30 @@ class RankMailbox(LocalMailbox):
         else:
             self._transport.send(to, header, tensors)
 
-    def _receive(self, header: Action, template: Template) -> PendingReceive:
+    def _encoded(self, message: BackwardMessage) -> BackwardMessage:
+        streams, gradients = message.streams, self.format.gradients.encode(self.format.lay_out(message.gradients))
+        if streams is not None:
+            streams = self.format.streams.encode(self.format.lay_out(streams))
+        return BackwardMessage(streams, gradients)
+
+    def _receive_streams(self, header: Action, template: Template) -> PendingReceive:
+        return self._receive(header, template, [self.format.streams] * len(template))
+
+    def _receive_backward(self, header: Action, template: Template) -> PendingReceive:
+        half = len(template) // 2 if self._shape_inference.needs_outputs(header.stage - 1) else 0
+        codecs = [self.format.streams] * half + [self.format.gradients] * (len(template) - half)
+        return self._receive(header, template, codecs)
+
+    def _receive(self, header: Action, template: Template, codecs: Sequence[Codec]) -> PendingReceive:
+        encoded = tuple(codec.encoded(t) for codec, t in zip(codecs, template, strict=True))
         source = self._placement[header.stage]
-        pending = self._transport.receive(source, header, self._permuted(template, 0, 2, 3, 1))
-        return lambda: self._permuted(pending(), 0, 3, 1, 2)
+        pending = self._transport.receive(source, header, self._permuted(encoded, 0, 2, 3, 1))
+
+        def arrive() -> Template:
+            arrived = zip(codecs, self._permuted(pending(), 0, 3, 1, 2), template, strict=True)
+            return tuple(codec.decode(x, like, self.format.channels_last) for codec, x, like in arrived)
+
+        return arrive
 
     def _permuted(self, tensors: Template, *dimensions: int) -> Template:
         """Return the tensors with the dimensions of images permuted, where channels come last."""

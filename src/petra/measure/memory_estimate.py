@@ -48,7 +48,9 @@ class MemoryEstimator:
         self.targets = torch.empty_like(targets, device="meta") if isinstance(targets, Tensor) else targets
         settings = Settings(torch.device("meta"))
         self._builder = StageBuilder(self.layers, method, settings, loss=loss, optimizer=self._optimizer)
-        self._format = MessageFormat(None, any(channels_last(p) for layer in self.layers for p in layer.parameters()))
+        self._format = MessageFormat(
+            channels_last=any(channels_last(p) for layer in self.layers for p in layer.parameters())
+        )
         singles = [range(i, i + 1) for i in range(len(layers))]
         self._shapes = ShapeInference(self.layers, singles, method).shapes(shapes_of(self.inputs))
 

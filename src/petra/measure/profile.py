@@ -224,7 +224,7 @@ def profile(
     # The same layers within the last stage, without optimizer and loss.
     final = replace(builder, loss=None, optimizer=None)
     recorded = {i: final.build(count - 1, count, range(i, i + 1)) for i in sorted({i for own in records for i in own})}
-    lay_out = MessageFormat(None, any(channels_last(p) for layer in layers for p in layer.parameters())).lay_out
+    lay_out = MessageFormat(channels_last=any(channels_last(p) for layer in layers for p in layer.parameters())).lay_out
     stopwatches = [Stopwatch(s) for s in stages]
     recorded_stopwatches = {i: Stopwatch(s) for i, s in recorded.items()}
     # A method that stashes weights copies them only if there is an update between a forward and its backward.

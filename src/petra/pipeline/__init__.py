@@ -1,14 +1,16 @@
 """Stages of a network, and the executor that runs a schedule on them.
 
 Start with `stage.py` (forward, backward and update of one stage) and `executor.py` (which stage acts when).
-`mailbox.py` holds the messages between stages, in the dtype and layout of `message_format.py`; `weight_stash.py` the
-old weights that some methods need; `weight_average.py` averages of the weights. `gradient_clipping.py` clips the
-gradients of all stages by their common norm, and `optimizer_factory.py` creates optimizers. `partition.py` cuts a
-network into stages, `build.py` builds them, and `message_shapes.py` infers the shapes of their messages.
+`mailbox.py` holds the messages between stages, rounded by the codecs of `compression.py` in the layout of
+`message_format.py`; `weight_stash.py` the old weights that some methods need; `weight_average.py` averages of the
+weights. `gradient_clipping.py` clips the gradients of all stages by their common norm, and `optimizer_factory.py`
+creates optimizers. `partition.py` cuts a network into stages, `build.py` builds them, and `message_shapes.py` infers
+the shapes of their messages.
 """
 
 from petra.pipeline.activity import Activity
 from petra.pipeline.build import StageBuilder
+from petra.pipeline.compression import Codec
 from petra.pipeline.executor import Executor
 from petra.pipeline.gradient_clipping import GlobalClipping
 from petra.pipeline.hooks import Observer, TickRunner
@@ -22,6 +24,7 @@ from petra.pipeline.weight_average import WeightAverage
 
 __all__ = [
     "Activity",
+    "Codec",
     "Diverged",
     "DoesNotFit",
     "Executor",

@@ -1,6 +1,6 @@
 """Where messages wait between stages. The executor asks a mailbox, and does not know who the neighbours are.
 
-A mailbox also decides the dtype and layout of messages. `LocalMailbox` serves all stages of one process.
+A mailbox also rounds messages and decides their layout. `LocalMailbox` serves all stages of one process.
 Other mailboxes derive from it: one exchanges messages with other ranks, one simulates its neighbours.
 """
 
@@ -40,7 +40,7 @@ class Mailbox(ABC):
     """The messages of one executor."""
 
     format: MessageFormat
-    """The dtype and layout of messages."""
+    """The rounding and layout of messages."""
     forward: list[dict[int, Streams]]
     """For each stage, the inputs that wait for it."""
     backward: list[dict[int, BackwardMessage]]
@@ -180,7 +180,11 @@ class Mailbox(ABC):
         Returns:
             The streams in float32, or as they are where the stage accepts the dtype of messages.
         """
-        return streams if stage.accepts(self.format.dtype) else self.format.unpack(streams)
+        return streams if self._accepted_by(stage) else self.format.streams.unpack(streams)
+
+    def _accepted_by(self, stage: Stage) -> bool:
+        """Return whether the stage computes with messages as they are."""
+        return self.format.dtype is not None and stage.accepts(self.format.dtype)
 
     def flush(self) -> None:  # noqa: B027 - optional
         """Wait until everything that was sent has left."""
@@ -246,7 +250,7 @@ class LocalMailbox(Mailbox):
 
     Args:
         stages: The number of stages.
-        format: The dtype and layout of messages.
+        format: The rounding and layout of messages.
     """
 
     def __init__(self, stages: int, format: MessageFormat | None = None) -> None:
@@ -266,7 +270,7 @@ class LocalMailbox(Mailbox):
         return streams
 
     def send_forward(self, action: Action, streams: Streams) -> None:
-        self.forward[action.stage + 1][action.microbatch] = self.format.pack(self.format.lay_out(streams))
+        self.forward[action.stage + 1][action.microbatch] = self.format.streams.pack(self.format.lay_out(streams))
 
     def take_backward(self, stage: Stage, microbatch: int) -> BackwardMessage:
         message = self.backward[stage.index].pop(microbatch)
@@ -310,16 +314,16 @@ class LocalMailbox(Mailbox):
         self.targets = dict(targets)
 
     def _packed(self, message: BackwardMessage) -> BackwardMessage:
-        streams, gradients = message.streams, self.format.pack(self.format.lay_out(message.gradients))
+        streams, gradients = message.streams, self.format.gradients.pack(self.format.lay_out(message.gradients))
         if streams is not None:
-            streams = self.format.pack(self.format.lay_out(streams))
+            streams = self.format.streams.pack(self.format.lay_out(streams))
         return BackwardMessage(streams, gradients)
 
     def _unpacked(self, stage: Stage, message: BackwardMessage) -> BackwardMessage:
-        if self.format.dtype is None or stage.accepts(self.format.dtype):
+        if not self.format.rounds or self._accepted_by(stage):
             return message
-        streams = None if message.streams is None else self.format.unpack(message.streams)
-        return BackwardMessage(streams, self.format.unpack(message.gradients))
+        streams = None if message.streams is None else self.format.streams.unpack(message.streams)
+        return BackwardMessage(streams, self.format.gradients.unpack(message.gradients))
 
     def _hold(self, message: Any) -> None:
         if self.held is not None:

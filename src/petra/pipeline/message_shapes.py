@@ -36,7 +36,7 @@ class ShapeInference:
         layers: The layers of the network.
         cuts: The layers of each stage.
         method: The training method.
-        format: The dtype and layout of messages.
+        format: The rounding and layout of messages.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ShapeInference:
             templates: list[Template] = []
             for stage in self._stages:
                 templates.append(streams)
-                streams = self._sent(stage.predict(self._format.unpack(streams)), stage.last)
+                streams = self._sent(stage.predict(self._format.streams.unpack(streams)), stage.last)
             self._evaluated[inputs] = templates
         return self._evaluated[inputs]
 
@@ -106,13 +106,13 @@ class ShapeInference:
             Tensors on the meta device.
         """
         streams = tuple(x for x in self.outputs(inputs)[-1] if x is not None)
-        return self._stages[-1].predict(self._format.unpack(streams))
+        return self._stages[-1].predict(self._format.streams.unpack(streams))
 
     def _run(self, streams: Streams) -> MessageShapes:
         forward: list[Template] = []
         for stage in self._stages:
             forward.append(streams)
-            streams = self._sent(stage.forward(0, self._format.unpack(streams)), stage.last)
+            streams = self._sent(stage.forward(0, self._format.streams.unpack(streams)), stage.last)
         message = BackwardMessage(streams if self._stages[-1].needs_outputs else None, _gradients(streams))
         backward: list[Template] = []
         for stage, outputs in zip(reversed(self._stages), reversed([*forward[1:], streams]), strict=True):
@@ -126,15 +126,15 @@ class ShapeInference:
         return MessageShapes(forward, backward)
 
     def _sent(self, streams: Streams, last: bool) -> Streams:
-        return streams if last else self._format.pack(streams)
+        return streams if last else self._format.streams.pack(streams)
 
     def _received(self, message: BackwardMessage) -> BackwardMessage:
-        streams = None if message.streams is None else self._format.unpack(message.streams)
-        return BackwardMessage(streams, self._format.unpack(message.gradients))
+        streams = None if message.streams is None else self._format.streams.unpack(message.streams)
+        return BackwardMessage(streams, self._format.gradients.unpack(message.gradients))
 
     def _sent_back(self, message: BackwardMessage) -> BackwardMessage:
-        streams = None if message.streams is None else self._format.pack(message.streams)
-        return BackwardMessage(streams, self._format.pack(message.gradients))
+        streams = None if message.streams is None else self._format.streams.pack(message.streams)
+        return BackwardMessage(streams, self._format.gradients.pack(message.gradients))
 
 
 def _gradients(streams: Template) -> Template:

@@ -344,11 +344,6 @@ class RunConfig(RunOptions):
         """The autocast type as PyTorch takes it."""
         return torch.bfloat16 if self.autocast == "bf16" else None
 
-    @property
-    def comm_torch_dtype(self) -> torch.dtype | None:
-        """The type of messages as PyTorch takes it."""
-        return torch.bfloat16 if self.comm_dtype == "bf16" else None
-
     def validate(self) -> None:
         """Raise ValueError for the first option that cannot work."""
         check_values(type(self), vars(self))

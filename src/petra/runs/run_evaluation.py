@@ -80,7 +80,7 @@ def evaluate_run(
         cross_entropy,
         stages=config.stages,  # they matter if messages between them are rounded
         autocast=config.autocast_dtype,
-        comm_dtype=config.comm_torch_dtype,
+        comm_dtype=config.comm_dtype,
         device=device,
     )
     close_batches(batches)

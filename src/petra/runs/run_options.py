@@ -12,6 +12,7 @@ from petra.data.hold_out import DEFAULT_TEST_FRACTION
 from petra.data.image_files import DEFAULT_IMAGE_SIZE
 from petra.data.image_pipeline import AUGMENTATIONS, BACKENDS
 from petra.methods import METHODS
+from petra.pipeline import MessageFormat
 from petra.reversible.storage import expand_storages, shorten_storages
 from petra.runs.option_fields import fractions, option, schedule_option, whole_numbers
 from petra.trainer.lr_schedules import LR_SCHEDULES
@@ -29,6 +30,11 @@ def _correction_names(text: str) -> tuple[str, ...]:
 def _storages(text: str) -> tuple[str, ...]:
     """Parse `2*store,24*store:0.5`."""
     return shorten_storages(expand_storages([part.strip() for part in text.split(",") if part.strip()]))
+
+
+def _comm_dtype(text: str) -> str:
+    """Parse `int8`, or `streams=bf16,gradients=int8`."""
+    return str(MessageFormat.of(text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,9 +302,11 @@ class RunOptions:
     )
     comm_dtype: str | None = option(
         None,
-        help="precision of the tensors that are sent between stages",
+        help="rounding of the tensors that are sent between stages: bf16, or int8 or fp8 with a scale for every 64 "
+        "values; streams=bf16,gradients=int8 rounds streams and gradients differently",
         group=TRAINING,
-        choices=("bf16",),
+        metavar="CODEC",
+        parse=_comm_dtype,
         default_text="float32",
     )
     eval_every: int | None = option(

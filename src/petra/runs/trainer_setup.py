@@ -135,7 +135,7 @@ class TrainerSetup:
             device=self.device,
             transport=transport,
             placement=placement,
-            comm_dtype=config.comm_torch_dtype,
+            comm_dtype=config.comm_dtype,
             corrections=config.corrections,
             cuda_graph=cuda_graph,
         )

@@ -67,7 +67,7 @@ def evaluate_network(
     *,
     stages: int | Sequence[int] = 1,
     autocast: torch.dtype | None = None,
-    comm_dtype: torch.dtype | None = None,
+    comm_dtype: str | torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Evaluation:
     """Compute loss and accuracy of a network as a trainer would, without a trainer and its optimizers.
@@ -78,7 +78,7 @@ def evaluate_network(
         loss: The loss.
         stages: The number of stages, or the layers of each; they matter where messages are rounded.
         autocast: The dtype of autocast; None for float32.
-        comm_dtype: The dtype of messages between stages; None for float32.
+        comm_dtype: The rounding of messages between stages, as `Trainer` takes it; None for float32.
         device: The device; by default, that of the network.
 
     Returns:
@@ -89,7 +89,7 @@ def evaluate_network(
     cuts = partition(len(network), stages)
     builder = StageBuilder(list(network), find("backprop"), Settings(place, autocast=autocast))
     built = [builder.build(index, len(cuts), cut) for index, cut in enumerate(cuts)]
-    format = MessageFormat(comm_dtype, any(channels_last(p) for p in network.parameters()))
+    format = MessageFormat.of(comm_dtype, any(channels_last(p) for p in network.parameters()))
     executor = Executor(built, SequentialSchedule(len(cuts)), LocalMailbox(len(cuts), format))
 
     def predict(inputs: Tensor | Streams) -> Any:

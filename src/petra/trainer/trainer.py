@@ -111,8 +111,9 @@ class Trainer:
         device: The device; by default, that of the network.
         transport: Connects the ranks; by default, there is one process.
         placement: The rank of each stage; by default, each rank holds about as many consecutive stages.
-        comm_dtype: The dtype of messages between stages; `torch.bfloat16` halves them. Where it is `autocast` too,
-            stages of one layer compute with streams as they arrive.
+        comm_dtype: The rounding of messages between stages: `"bf16"` or `torch.bfloat16` halves them, `"int8"` and
+            `"fp8"` send about a quarter. `"streams=bf16,gradients=int8"` rounds the two parts of a message differently.
+            Where all is bf16 and `autocast` too, stages of one layer compute with streams as they arrive.
         ema: The decay of an exponential moving average of the weights, such as 0.999; None averages nothing. Every
             stage averages its weights and running statistics after each of its updates.
         free_gradients: Free the gradients of a stage after each of its updates, which needs less memory. By default,
@@ -159,7 +160,7 @@ class Trainer:
         device: torch.device | str | None = None,
         transport: Transport | None = None,
         placement: Sequence[int] | None = None,
-        comm_dtype: torch.dtype | None = None,
+        comm_dtype: str | torch.dtype | None = None,
         ema: float | None = None,
         free_gradients: bool = False,
         corrections: Sequence[str | Correction] | None = None,
@@ -173,7 +174,8 @@ class Trainer:
         if not any(m.training for m in network.modules()):  # as `from_pretrained` and `petra.load` return them
             network.train()
         self.device = torch.device(device) if device is not None else device_of(network)
-        check_kinds(loss, optimizer, scheduler, accumulate, {"autocast": autocast, "comm_dtype": comm_dtype})
+        check_kinds(loss, optimizer, scheduler, accumulate, {"autocast": autocast})
+        format = MessageFormat.of(comm_dtype, any(channels_last(p) for p in network.parameters()))
         check_device(self.device)
         self.method = methods.find(method) if isinstance(method, str) else method
         if not isinstance(self.method, Method):
@@ -206,15 +208,14 @@ class Trainer:
             "in_flight": [self.schedule.staleness(stage) for stage in range(len(cuts))],
             "seed": seed,
             "replicas": position.replicas,
-            "comm_dtype": str(comm_dtype or torch.float32),
+            "comm_dtype": str(format),
             "corrections": [str(correction) for correction in self.corrections],
         }
         """The settings that must be equal for `load_state_dict`."""
         check_no_sharing(network, cuts)
         warn_if_not_reversible(self.method, network)
-        if comm_dtype is not None:
+        if format.rounds:
             check_float32(network)
-        in_channels_last = any(channels_last(p) for p in network.parameters())
         self.placement = place_stages(len(cuts), position.ranks, placement, self.schedule)
         """The rank of each stage."""
         if position.ranks * position.replicas > 1:
@@ -222,7 +223,7 @@ class Trainer:
                 "placement": self.placement,
                 "weights": weights_hash(network.state_dict()),
                 "torch": torch.__version__,
-                "channels_last": in_channels_last,
+                "channels_last": format.channels_last,
             }
             transport.check_agreement({**self.layout, **names})
         crossings = [(a, b) for a, b in pairwise(self.placement) if a != b]
@@ -247,7 +248,6 @@ class Trainer:
                     network[i].to(self.device if here else "meta")  # another rank holds its weights
                 if here:
                     built.append(builder.build(index, len(cuts), cut))
-        format = MessageFormat(comm_dtype, in_channels_last)
         mailbox = None
         if position.ranks > 1:
             shape_inference = ShapeInference(list(network), cuts, self.method, format)
