@@ -148,6 +148,13 @@ def test_the_table_counts_every_outcome_and_the_exit_code_tells(monkeypatch, cap
     assert "trial 0:2 (one) failed: did not end" in said
 
 
+def test_no_more_trials_than_asked_for(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Soak, "run", lambda self, trial: None)
+    monkeypatch.setattr(command.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    assert command.main(["--trials", "3", "--parallel", "2", "--damage", "0", "--seconds", "20"]) == 0
+    assert "3 trials, 0 failures" in capsys.readouterr().out
+
+
 def rank_main(rank, port, arguments, hook, log):
     variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
