@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import fork_server, stand_in_job
 from soak import __main__ as command
-from soak import expectations, faults, hooks, leftovers, trials
+from soak import expectations, faults, hooks, jobs, leftovers, trials
 from soak.expectations import Outcome, judge
 from soak.faults import FAULTS, FileLimit, Hook, Moment, Signals
 from soak.jobs import JOBS, Job
@@ -87,6 +87,16 @@ def test_what_goes_wrong_is_found(wrong, problem, soak):
             assert str(soak.folder).encode() not in path.read_bytes()
         except OSError:
             continue
+
+
+def test_a_fault_waits_longer_on_a_busy_machine(soak):
+    trial = Trial(0, 0, stand_in(), [])
+    limits = []
+    for soak.limit in (5.0, 900.0):
+        attempt = soak._start(trial, soak.folder / "0", "one")
+        attempt.kill()
+        limits.append(attempt.fault_limit)
+    assert limits == [jobs.FAULT_LIMIT, 900.0]
 
 
 def lost(kind, job, code, said, target="process 1", fatal=True):
