@@ -16,7 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MARK = "PETRA_SOAK_ATTEMPT"
 """An environment variable of all processes of an attempt."""
-
 FAULT_LIMIT = 240.0
 """Seconds that a job has until the moment of its fault, if the machine is not busy."""
 
