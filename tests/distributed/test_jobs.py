@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,6 +238,44 @@ def meet(target, *arguments):
         process.join(LIMIT)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def launcher_with_a_stopped_rank(sender):
+    """A launcher whose only process joins the job and is stopped."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if (rank := os.fork()) == 0:
+        job.connect_store(timedelta(seconds=LIMIT))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(rank, os.WUNTRACED)
+    sender.send(rank)
+    time.sleep(LIMIT)
+
+
+def test_a_stopped_rank_continues_when_the_launcher_is_killed():
+    receiver, sender = fork_server.context().Pipe(duplex=False)
+    launcher = fork_server.start(launcher_with_a_stopped_rank, sender)
+    assert receiver.poll(LIMIT)
+    rank = receiver.recv()
+    assert state(rank) == "T"
+    launcher.kill()
+    launcher.join()
+    deadline = time.monotonic() + 30
+    while (found := state(rank)) not in ("", "Z") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if found not in ("", "Z"):
+        os.kill(rank, signal.SIGKILL)
+    assert found in ("", "Z")
+
+
+def state(pid):
+    """The state of a process; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return ""
 
 
 class TestLauncher:

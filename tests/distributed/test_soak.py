@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import fork_server, stand_in_job
 from soak import __main__ as command
-from soak import expectations, faults, hooks, leftovers, trials
+from soak import expectations, faults, hooks, jobs, leftovers, trials
 from soak.expectations import Outcome, judge
 from soak.faults import FAULTS, FileLimit, Hook, Moment, Signals
 from soak.jobs import JOBS, Job
@@ -89,6 +89,16 @@ def test_what_goes_wrong_is_found(wrong, problem, soak):
             continue
 
 
+def test_a_fault_waits_longer_on_a_busy_machine(soak):
+    trial = Trial(0, 0, stand_in(), [])
+    limits = []
+    for soak.limit in (5.0, 900.0):
+        attempt = soak._start(trial, soak.folder / "0", "one")
+        attempt.kill()
+        limits.append(attempt.fault_limit)
+    assert limits == [jobs.FAULT_LIMIT, 900.0]
+
+
 def lost(kind, job, code, said, target="process 1", fatal=True):
     return judge(Hook(kind, target, fatal, 3, 0.0), JOBS[job], True, code, said)
 
@@ -146,6 +156,13 @@ def test_the_table_counts_every_outcome_and_the_exit_code_tells(monkeypatch, cap
     said = capsys.readouterr().out
     assert "| all | 1 | 0 | 0 | 1 |  |" in said
     assert "trial 0:2 (one) failed: did not end" in said
+
+
+def test_no_more_trials_than_asked_for(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Soak, "run", lambda self, trial: None)
+    monkeypatch.setattr(command.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    assert command.main(["--trials", "3", "--parallel", "2", "--damage", "0", "--seconds", "20"]) == 0
+    assert "3 trials, 0 failures" in capsys.readouterr().out
 
 
 def rank_main(rank, port, arguments, hook, log):

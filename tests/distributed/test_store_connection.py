@@ -59,6 +59,21 @@ def test_every_call_connects_again():
     assert connect.limits == [LIMIT] + [RECONNECT_LIMIT] * 3
 
 
+def test_threads_that_lose_a_connection_together_connect_once():
+    connect = Connections()
+    store = StoreConnection(connect, LIMIT)
+    lost = connect.last
+
+    def fail_after_another_thread(key):
+        lost.lost = True
+        store.set("a", "1")
+        raise RuntimeError("Broken pipe")
+
+    lost.get = fail_after_another_thread
+    assert store.get("a") == b"1"
+    assert connect.limits == [LIMIT, RECONNECT_LIMIT]
+
+
 def test_a_store_that_is_gone_is_tried_once():
     connect = Connections()
     store = StoreConnection(connect, LIMIT)

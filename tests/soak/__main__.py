@@ -49,6 +49,8 @@ def run_trials(soak: Soak, options: argparse.Namespace) -> list[Trial]:
         while time.monotonic() < deadline:
             with lock:
                 number = next(numbers)
+            if options.trials is not None and number >= options.trials:
+                return
             if options.only is not None and (number := options.only) in [trial.number for trial in done]:
                 return
             trial = Trial.draw(options.seed, number, options.timeout, options.jobs, options.faults)
@@ -100,6 +102,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600, help="start trials for this long (default: 600)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all faults (default: 0)")
+    parser.add_argument("--trials", type=int, metavar="N", help="end after this many, also before time is up")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="do only the trial with this number")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="trials at the same time (default: 1)")
     parser.add_argument("--timeout", type=float, default=10, help="--timeout of the jobs (default: 10)")

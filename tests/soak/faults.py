@@ -16,8 +16,6 @@ from pathlib import Path
 from soak.hooks import VARIABLE
 from soak.jobs import Attempt, Job
 
-START_LIMIT = 240.0
-"""Seconds that a job has until the moment of its fault."""
 CHECKPOINTS = 14
 """About as many as a job writes."""
 
@@ -62,10 +60,10 @@ class Moment:
     def wait(self, attempt: Attempt) -> bool:
         """Wait for it; return False if the job ended before."""
         first = attempt.checkpoints
-        if not attempt.wait_until(lambda: attempt.checkpoints >= first + self.checkpoint, START_LIMIT):
+        if not attempt.wait_until(lambda: attempt.checkpoints >= first + self.checkpoint, attempt.fault_limit):
             return False
         end = time.monotonic() + self.seconds
-        return not attempt.wait_until(lambda: time.monotonic() >= end, START_LIMIT) or attempt.running
+        return not attempt.wait_until(lambda: time.monotonic() >= end, attempt.fault_limit) or attempt.running
 
     def __str__(self) -> str:
         return f"{self.seconds:.2f} s after " + (f"checkpoint +{self.checkpoint}" if self.checkpoint else "the start")
@@ -130,7 +128,7 @@ class Hook(Fault):
         return {VARIABLE: f"{self.kind}:{self.target.split()[-1]}:{self.tick}:{self.seconds}:{file}"}
 
     def happen(self, attempt: Attempt) -> bool:
-        attempt.wait_until(self._file[0].exists, START_LIMIT)
+        attempt.wait_until(self._file[0].exists, attempt.fault_limit)
         return self._file[0].exists()
 
     def __str__(self) -> str:
@@ -140,7 +138,7 @@ class Hook(Fault):
 
 def _wait_for_target(attempt: Attempt, target: str) -> int | None:
     """Return the number of the process; it may not have been started yet."""
-    attempt.wait_until(lambda: attempt.pid(target) is not None, START_LIMIT)
+    attempt.wait_until(lambda: attempt.pid(target) is not None, attempt.fault_limit)
     return attempt.pid(target)
 
 

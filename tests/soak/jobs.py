@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MARK = "PETRA_SOAK_ATTEMPT"
 """An environment variable of all processes of an attempt."""
+FAULT_LIMIT = 240.0
+"""Seconds that a job has until the moment of its fault, if the machine is not busy."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Attempt:
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         self.began = time.monotonic()
+        self.fault_limit = FAULT_LIMIT
+        """Seconds that it has until the moment of its fault."""
         self.seen: set[int] = set()
         """The numbers of all processes of the attempt that were seen."""
 

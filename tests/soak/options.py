@@ -13,6 +13,7 @@ import random
 import re
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -142,14 +143,15 @@ def prepare(place: Path) -> None:
     assert code == 0, errors
 
 
-def all_calls(seed: int, trials: int) -> list[Call]:
+def all_calls(seed: int, trials: int) -> Iterator[Call]:
     """Call commands with random options in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="petra-options-") as folder:
         place, chance = Path(folder), random.Random(seed)
         prepare(place)
         with without_training(place):
             names = [chance.choice(list(COMMANDS)) for _ in range(trials)]
-            return [check(random_arguments(name, chance, place, n)) for n, name in enumerate(names)]
+            for n, name in enumerate(names):
+                yield check(random_arguments(name, chance, place, n))
 
 
 def attack(seed: int, trials: int) -> list[Call]:
@@ -161,10 +163,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end earlier, after this time")
     given = parser.parse_args()
-    done = all_calls(given.seed, given.trials)
-    for one in done:
+    end, done = time.monotonic() + given.seconds, []
+    for one in all_calls(given.seed, given.trials):
+        done.append(one)
         if one.failure is not None:
-            print(one)
+            print(one, flush=True)
+        if time.monotonic() > end:
+            break
     print(f"{len(done)} calls, exit codes {dict(Counter(one.code for one in done))}")
     sys.exit(any(one.failure is not None for one in done))

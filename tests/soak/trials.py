@@ -141,7 +141,9 @@ class Soak:
     def _start(self, trial: Trial, place: Path, name: str, fault: Fault | None = None) -> Attempt:
         environment = {} if fault is None else fault.environment(place)
         unique = f"{trial.number}-{name}-{self.folder.name}"
-        return Attempt(trial.job, place, unique, self.timeout, environment, self.extra)
+        attempt = Attempt(trial.job, place, unique, self.timeout, environment, self.extra)
+        attempt.fault_limit = max(attempt.fault_limit, self.limit)  # longer on a machine that is busy
+        return attempt
 
     def _left(self, attempt: Attempt, ports: set[int], worker_ended: bool = False) -> list[str]:
         found = [*leftovers(attempt, ports), *temporary_files(attempt, worker_ended)]

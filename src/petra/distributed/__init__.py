@@ -7,7 +7,7 @@ Start with `transport.py`, the interface of communication, and `rank_mailbox.py`
   (`io_thread.py`), each message a header (`message_header.py`), and freed memory stays with the process (`malloc.py`).
 - `thread_transport.py` implements it for ranks that are threads of one process.
 - `job.py` connects the processes of a job, `watchdog.py` ends the job if one of them dies or hangs, and `launch.py`
-  starts them on one machine.
+  starts them on one machine. `parent_death.py` continues a stopped process when the launcher is killed.
 - `resilient.py` continues a job that has lost a process: `launch.py` replaces it and begins a new generation
   (`membership.py`), which continues from snapshots in memory (`snapshots.py`, `packed_state.py`, `state_exchange.py`).
 """

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from petra.distributed.membership import Membership, Roster
 from petra.distributed.message_header import BadMessage
+from petra.distributed.parent_death import continue_when_parent_dies
 from petra.distributed.process_transport import LostRank, ProcessTransport
 from petra.distributed.transport import SingleProcess, Transport
 from petra.distributed.watchdog import DIAGNOSIS_TIMEOUT, GENERATION_INTERVAL, Generation, Watchdog
@@ -232,6 +233,7 @@ def _guarded(generation: tuple[Membership, Roster] | None) -> Iterator[None]:
 
 def connect_store(limit: timedelta) -> tuple[Store, int, int]:
     """Return a new connection to the store of the job, the number of this process, and the number of processes."""
+    continue_when_parent_dies()
     store, process, world = next(iter(rendezvous("env://", timeout=limit)))
     return store, process, world
 
