@@ -57,8 +57,8 @@ def test_weights(digits, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is one process
         dcp.load(state, checkpoint_id=tmp_path / "dcp")
-    assert export(digits, "--out", tmp_path / "digits.safetensors") == 0
-    saved = load_file(tmp_path / "digits.safetensors")
+    assert export(digits, "--out", tmp_path / "new" / "digits.safetensors") == 0
+    saved = load_file(tmp_path / "new" / "digits.safetensors")
     for name, value in weights.items():
         assert torch.equal(state[name], value)
         assert torch.equal(saved[name], value)

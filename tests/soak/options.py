@@ -1,6 +1,6 @@
 """Calls commands with random options, and checks that each ends with a result or with one line that says what is wrong.
 
-Nothing is trained: a training ends before its first micro-batch. `python tests/soak/options.py --trials 500` prints the
+Nothing is trained: a training ends before its first micro-batch, and no ranks are started. `python tests/soak/options.py --trials 500` prints the
 calls that ended with a traceback, a bare exception or several lines.
 """
 
@@ -126,7 +126,12 @@ def without_training(place: Path) -> Iterator[None]:
         raise Interrupted("stopped before the first micro-batch")
 
     here = os.getcwd()
-    with mock.patch.object(Run, "__call__", stop), mock.patch("petra.cli.train.launch_ranks", return_value=0):
+    started = mock.Mock(returncode=0)
+    with (
+        mock.patch.object(Run, "__call__", stop),
+        mock.patch("petra.cli.train.launch_ranks", return_value=0),
+        mock.patch("petra.cli.doctor.subprocess.run", return_value=started),
+    ):
         os.chdir(place)
         try:
             yield

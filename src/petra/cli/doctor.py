@@ -45,8 +45,10 @@ def run(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"--{name} is {value}: give {least} or more")
+    options.threads = None
     if world_size() > 1:
         return _check(options)
+    set_up_device(options)  # an error is reported once, before ranks start
     ranks = options.ranks or max(2, 0 if options.device == "cpu" else torch.cuda.device_count())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))}
@@ -55,7 +57,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    options.threads = None
     device = set_up_device(options)
     if options.ranks not in (None, world_size()):
         raise ValueError(f"--ranks is {options.ranks}, but there are {world_size()} processes: leave it out")

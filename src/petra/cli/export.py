@@ -85,6 +85,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"checkpoint in {out}")
         return
     network, spec = load(options.folder), NetworkSpec.read(options.folder)
+    out.parent.mkdir(parents=True, exist_ok=True)
     if options.format == "safetensors":
         metadata = {"model": spec.model, "arguments": json.dumps(spec.arguments)}
         save_safetensors(network, out, metadata)
