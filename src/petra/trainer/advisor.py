@@ -10,7 +10,14 @@ from petra.corrections import Correction
 from petra.pipeline import MicrobatchResult, Stage
 from petra.schedule import PipelineSchedule
 from petra.trainer.loss_watch import LossWatch
-from petra.trainer.stability import is_transformer, known_steps, longest_delay, remedies, staleness_warning
+from petra.trainer.stability import (
+    has_attention,
+    is_transformer,
+    known_steps,
+    longest_delay,
+    remedies,
+    staleness_warning,
+)
 
 
 class Advisor:
@@ -31,7 +38,7 @@ class Advisor:
         corrections: Sequence[Correction],
     ) -> None:
         self._stages, self._schedule, self._corrections = stages, schedule, corrections
-        self._transformer = is_transformer(network)
+        self._transformer, self._attention = is_transformer(network), has_attention(network)
         last = next((stage for stage in stages if stage.last), None)
         late = not schedule.exact and longest_delay(schedule)[1] > 0
         self._watch = LossWatch(last) if late and last is not None else None
@@ -43,7 +50,9 @@ class Advisor:
             One sentence, or None.
         """
         optimizers = [stage.optimizer for stage in self._stages]
-        return staleness_warning(optimizers, self._schedule, self._corrections, self._transformer)
+        return staleness_warning(
+            optimizers, self._schedule, self._corrections, self._transformer, self._attention
+        )
 
     def observe(self, results: Sequence[MicrobatchResult]) -> str | None:
         """Take note of losses, and judge them at a few points of the training.
