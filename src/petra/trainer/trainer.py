@@ -304,8 +304,11 @@ class Trainer:
 
     @property
     def staleness(self) -> list[int]:
-        """The number of micro-batches between forward and backward of each stage, in a full pipeline."""
-        return list(self.layout["in_flight"])
+        """The micro-batches that change each stage between a forward and its backward, in a full pipeline.
+
+        0 for schedules with exact gradients.
+        """
+        return [0 if self.schedule.exact else n for n in self.layout["in_flight"]]
 
     @property
     def last_loss(self) -> float | None:
