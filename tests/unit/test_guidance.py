@@ -113,6 +113,8 @@ def test_the_warning_gives_values():
     for part in ("7 updates late", "lr=0.02 ", "warm-up of 200", "accumulate=5 ", "'inertia:4'", "schedule='1f1b'"):
         assert part in text
     assert warned(optimizer_of("sgd", 0.02), 8, 1) is None  # the advice is good
+    text = warned(optimizer_of("sgd", 1e6), 8, 1)
+    assert "lr=0.02 and a warm-up of 200 updates, or schedule='1f1b'" in text  # and no k of a million
     text = warned(optimizer_of("adamw", 1e-3), 8, 4, transformer=True)
     for part in ("Muon and accumulate=16", "accumulate=32 with Adam", "schedule='1f1b' and accumulate=32 for exact"):
         assert part in text

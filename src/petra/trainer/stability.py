@@ -38,6 +38,8 @@ MICROBATCHES_PER_STAGE = {"muon": 2, "adam": 4, "sgd": 4}
 With Muon, k = 2J loses 0.01 nats, J 0.035 and J/2 0.13; SOAP counts as Muon. With AdamW, 4J loses 0.05 nats, 2J 0.4 and
 J 1.1. SGD was not measured: that it is no better than AdamW is a rule of thumb.
 """
+LARGEST_ACCUMULATE = 128
+"""The largest k that warnings recommend for SGD; beyond it, only a lower learning rate helps."""
 WARMUP = 200
 """Updates of linear warm-up that are enough in benchmarks/guidance."""
 _FOREVER = 2**62
@@ -238,7 +240,8 @@ def remedies(steps: Steps, schedule: PipelineSchedule, corrections: Sequence[Cor
     if steps.family == "sgd" and steps.momentum > 0 and not _has_inertia(corrections):
         found.append("corrections=['predict', 'inertia:4']")
     found.append(f"lr={_round_down(steps.lr * factor):g} and a warm-up of {WARMUP} updates")
-    found.append(f"accumulate={ceil(schedule.accumulate / factor)} at the same lr")
+    if (k := ceil(schedule.accumulate / factor)) <= LARGEST_ACCUMULATE:
+        found.append(f"accumulate={k} at the same lr")
     return f"give {', '.join(found)}, or schedule='1f1b' for exact gradients"
 
 

@@ -417,7 +417,7 @@ class Trainer:
                 training, bit for bit.
             from_checkpoint: With `resume`, the number of the checkpoint to continue from; None for the last one. Newer
                 checkpoints no longer count, and are replaced.
-            early_stopping: End when the test accuracy stops improving; a number is the patience in evaluations.
+            early_stopping: End when the metric `monitor` stops improving; a number is the patience in evaluations.
             monitor: The metric that decides which weights are the best: `"accuracy"` or `"loss"`. By default, the test
                 accuracy where it is known, else the loss.
             callbacks: Objects of `petra.Callback`, called at the events of the training.
