@@ -252,14 +252,20 @@ def watch(losses, classes=4, scheduled=None):
 
 def test_a_loss_that_stays_at_guessing_is_noticed_once():
     found = watch([log(4)] * 2000)
-    assert list(found) == [300]
-    assert found[300] == "after 300 updates the training loss is 1.39, and that of guessing is 1.39"
-    assert list(watch([2.0] * 100 + [1.0] * 1000 + [1.4] * 200)) == [1200]  # it falls, and comes back
+    assert list(found) == [100]
+    assert found[100] == "after 100 updates the training loss is 1.39, and that of guessing is 1.39"
+    assert list(watch([1.3] * 100 + [1.0] * 1000 + [1.4] * 200)) == [1200]  # it falls, and comes back
+
+
+@pytest.mark.parametrize(("share", "when"), [(1.02, 100), (0.97, 200), (0.92, 300), (0.88, None)])
+def test_a_loss_must_have_fallen_further_the_later_it_is(share, when):
+    assert list(watch([2.0] * 8 + [share * log(4)] * 1300)) == ([] if when is None else [when])
 
 
 def test_a_loss_that_falls_or_starts_low_is_left_alone():
     assert not watch([log(4) * 0.997**n for n in range(1300)])
     assert not watch([0.1] * 1300)  # fine-tuning
+    assert not watch([0.1] * 8 + [0.2] * 250 + [0.05] * 1000)  # … may begin with larger losses
     assert list(watch([0.1] * 100 + [0.2] * 300)) == [300]
     assert not watch([5.0] * 1300, classes=1)  # a regression whose loss is constant is not judged
 
@@ -283,8 +289,24 @@ def test_a_training_that_does_not_learn_warns_once():
             trainer.step(torch.zeros(2, 2), torch.randint(3, (2,)))
     assert len(found) == 1
     assert found[0].category is petra.StalenessWarning
-    assert "after 300 updates the training loss is" in str(found[0].message)
+    assert "after 100 updates the training loss is" in str(found[0].message)
     assert "stage 0 are 1 updates late" in str(found[0].message)
+
+
+def test_the_warning_says_that_a_given_optimizer_has_no_corrections():
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 3)]
+    trainer = petra.Trainer(nn.Sequential(*layers), method="delayed", stages=2, loss=nn.functional.cross_entropy)
+    for stage in trainer.stages:
+        stage.scheduler = None
+        for group in stage.optimizer.param_groups:
+            group.update(lr=1e-6, initial_lr=1e-6)  # learns nothing
+    with pytest.warns(petra.StalenessWarning) as found:
+        for _ in range(120):
+            trainer.step(torch.zeros(2, 2), torch.randint(3, (2,)))
+    text = str(found[0].message)
+    assert "(with corrections=['predict', 'inertia:4'], because a given optimizer has none)" in text
+    assert "an optimizer with lr=2e-07 and a warm-up of 200 updates" in text
 
 
 def test_the_learning_rate_of_a_run_that_sets_none():

@@ -167,6 +167,7 @@ def _as_options(text: str) -> str:
 
 
 _OPTIONS = {
+    "an optimizer with lr=": "--lr ",
     "corrections=['predict', 'inertia:4']": "--corrections predict,inertia:4",
     "schedule='1f1b'": "--schedule 1f1b",
     "accumulate=": "--accumulate ",

@@ -28,6 +28,7 @@ class Advisor:
         stages: The stages of this process.
         schedule: The schedule.
         corrections: The corrections of staleness.
+        defaults: Whether they were chosen because no optimizer was given.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class Advisor:
         stages: Sequence[Stage],
         schedule: PipelineSchedule,
         corrections: Sequence[Correction],
+        defaults: bool = False,
     ) -> None:
-        self._stages, self._schedule, self._corrections = stages, schedule, corrections
+        self._stages, self._schedule, self._corrections, self._defaults = stages, schedule, corrections, defaults
         self._transformer, self._attention = is_transformer(network), has_attention(network)
         last = next((stage for stage in stages if stage.last), None)
         late = not schedule.exact and longest_delay(schedule)[1] > 0
@@ -72,7 +74,8 @@ class Advisor:
             return None
         stage, delay = longest_delay(self._schedule)
         known = known_steps([s.optimizer for s in self._stages])
-        remedy = remedies(max(known, key=lambda steps: steps.effective_lr), self._schedule, self._corrections, 0.25)
+        steps = max(known, key=lambda steps: steps.effective_lr)
+        remedy = remedies(steps, self._schedule, self._corrections, 0.25, self._defaults)
         return (
             f"{verdict}: gradients of stage {stage} are {delay:.3g} updates late; if the network learns with exact "
             f"gradients, {remedy}"

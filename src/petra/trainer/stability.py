@@ -224,7 +224,13 @@ def _transformer_remedy(steps: Steps, schedule: PipelineSchedule) -> str | None:
     return f"give {choices}, or schedule='1f1b' and accumulate={4 * schedule.stages} for exact gradients"
 
 
-def remedies(steps: Steps, schedule: PipelineSchedule, corrections: Sequence[Correction], factor: float) -> str:
+def remedies(
+    steps: Steps,
+    schedule: PipelineSchedule,
+    corrections: Sequence[Correction],
+    factor: float,
+    defaults: bool = False,
+) -> str:
     """Return what to change where the product of learning rate and delay has to be smaller by a factor.
 
     Args:
@@ -232,6 +238,7 @@ def remedies(steps: Steps, schedule: PipelineSchedule, corrections: Sequence[Cor
         schedule: The schedule.
         corrections: The corrections of staleness.
         factor: The factor, less than 1.
+        defaults: True if the corrections are those of a trainer without an optimizer, which are lost with one.
 
     Returns:
         A list of alternatives, with values.
@@ -239,7 +246,11 @@ def remedies(steps: Steps, schedule: PipelineSchedule, corrections: Sequence[Cor
     found = []
     if steps.family == "sgd" and steps.momentum > 0 and not _has_inertia(corrections):
         found.append("corrections=['predict', 'inertia:4']")
-    found.append(f"lr={_round_down(steps.lr * factor):g} and a warm-up of {WARMUP} updates")
+    warm_up = f"an optimizer with lr={_round_down(steps.lr * factor):g} and a warm-up of {WARMUP} updates"
+    if defaults and corrections:
+        names = ", ".join(repr(str(correction)) for correction in corrections)
+        warm_up += f" (with corrections=[{names}], because a given optimizer has none)"
+    found.append(warm_up)
     if (k := ceil(schedule.accumulate / factor)) <= LARGEST_ACCUMULATE:
         found.append(f"accumulate={k} at the same lr")
     return f"give {', '.join(found)}, or schedule='1f1b' for exact gradients"

@@ -277,7 +277,8 @@ class Trainer:
         for stage in built:
             stage.free_gradients = free_gradients and self.executor.capture is None
         advised = self.method.stale and position.is_main and self.device.type != "meta"  # one process warns
-        self._advisor = Advisor(network, built, self.schedule, self.corrections) if advised else None
+        watched = network, built, self.schedule, self.corrections
+        self._advisor = Advisor(*watched, self.defaults is not None) if advised else None
         if self._advisor is not None and (text := self._advisor.before_training()):
             self._warn(text)
 
