@@ -305,7 +305,9 @@ def test_cross_attention_is_not_converted():
 def test_split_must_use_submodules_of_the_block():
     with pytest.raises(ValueError, match="Linear, which split made from Own, has parameters or buffers that the block"):
         make_reversible(nn.Sequential(Own()), lambda block: (nn.Linear(4, 4), block.two))
-    with pytest.raises(ValueError, match=r"split returns \(Linear, None\) for Own: return two .* only f for a block x \+ f"):
+    with pytest.raises(
+        ValueError, match=r"split returns \(Linear, None\) for Own: return two .* only f for a block x \+ f"
+    ):
         make_reversible(nn.Sequential(Own()), lambda block: (block.two, None))
     with pytest.raises(ValueError, match=r"for Own: return two nn.Modules"):
         make_reversible(nn.Sequential(Own()), lambda block: (torch.tanh, torch.tanh))

@@ -308,7 +308,7 @@ class TestErrors:
             make(Network(layer, nn.ReLU(), layer), stages=3)
 
     def test_nothing_to_evaluate(self):
-        with pytest.raises(ValueError, match="nothing to evaluate, because there are no test batches$"):
+        with pytest.raises(ValueError, match=r"nothing to evaluate, because there are no test batches$"):
             make(mixed_network()).evaluate([])
 
     @pytest.mark.parametrize(

@@ -102,7 +102,9 @@ def test_unknown_names_get_a_hint(monkeypatch):
 
 def test_unknown_names_that_resemble_none_get_the_closest_and_not_all(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(is_model=lambda name: name == "vit_tiny_patch16_224"))
-    with pytest.raises(ValueError, match="no model named 'vit_.*': networks of timm are named timm:vit_tiny_patch16_224$"):
+    with pytest.raises(
+        ValueError, match=r"no model named 'vit_.*': networks of timm are named timm:vit_tiny_patch16_224$"
+    ):
         models.create("vit_tiny_patch16_224")
     with pytest.raises(ValueError, match=r"the closest of \d+ are .*`petra models` lists all") as raised:
         models.create("nope")

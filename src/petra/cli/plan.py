@@ -158,8 +158,7 @@ def report(
         lines += [
             f"tick: predicted {_ms(plan.tick)} ms, measured {_ms(measured['tick'])} ms, "
             f"predicted/measured {plan.tick / measured['tick']:.2f}",
-            f"{speedup}: predicted {plan.speedup:.2f}, "
-            f"measured {measured['basic'] / measured['tick']:.2f}",
+            f"{speedup}: predicted {plan.speedup:.2f}, measured {measured['basic'] / measured['tick']:.2f}",
         ]
     return "\n".join(
         [

@@ -92,7 +92,8 @@ def make_reversible(
         raise ValueError(
             f"{type(module).__name__} has no blocks that can be made reversible in an nn.Sequential or nn.ModuleList. "
             f"It has {', '.join(seen)}. Known blocks are {_known()}. For other blocks, give "
-            "split=lambda block: (f, g), a function that returns their residual functions, only f, or None" + _remark(seen)
+            "split=lambda block: (f, g), a function that returns their residual functions, only f, or None"
+            + _remark(seen)
         )
     refuse_hidden_outputs(copy)
     return copy

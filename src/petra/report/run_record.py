@@ -11,7 +11,16 @@ from typing import Any
 
 from petra.measure.timeline import Trace
 from petra.runs.file_hashes import CHANGED, is_unchanged
-from petra.runs.run_folder import CHECKPOINTS, CONFIG, FIDELITY, FIDELITY_SUMMARY, METRICS, SUMMARY, TRACE, written_by_fit
+from petra.runs.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FIDELITY,
+    FIDELITY_SUMMARY,
+    METRICS,
+    SUMMARY,
+    TRACE,
+    written_by_fit,
+)
 
 _MOST_STAGES = 6
 

@@ -106,7 +106,10 @@ def check_finished(folder: Path) -> None:
             remedy = "continue it with fit(..., resume=True)"
             if found is not None:
                 remedy = f"give safetensors.torch.load_file('{folder / found}') to its load_state_dict"
-            raise ValueError(f"{folder} was written by Trainer.fit, which does not record the network: create the network, and {remedy}")
+            raise ValueError(
+                f"{folder} was written by Trainer.fit, which does not record the network: create the network, and "
+                f"{remedy}"
+            )
         raise ValueError(f"{folder} holds no run: give the folder of one, as `petra train` writes it")
     if missing := [name for name in (SUMMARY, WEIGHTS) if not (folder / name).exists()]:
         raise ValueError(

@@ -52,9 +52,7 @@ class Advisor:
             One sentence, or None.
         """
         optimizers = [stage.optimizer for stage in self._stages]
-        return staleness_warning(
-            optimizers, self._schedule, self._corrections, self._transformer, self._attention
-        )
+        return staleness_warning(optimizers, self._schedule, self._corrections, self._transformer, self._attention)
 
     def observe(self, results: Sequence[MicrobatchResult]) -> str | None:
         """Take note of losses, and judge them at a few points of the training.
