@@ -306,7 +306,7 @@ def test_the_warning_says_that_a_given_optimizer_has_no_corrections():
         for _ in range(120):
             trainer.step(torch.zeros(2, 2), torch.randint(3, (2,)))
     text = str(found[0].message)
-    assert "(with corrections=['inertia:4', 'predict'], because a given optimizer has none)" in text
+    assert "(with corrections=['predict', 'inertia:4'], because a given optimizer has none)" in text
     assert "an optimizer with lr=2e-07 and a warm-up of 200 updates" in text
 
 

@@ -28,7 +28,7 @@ class Advisor:
         stages: The stages of this process.
         schedule: The schedule.
         corrections: The corrections of staleness.
-        defaults: Whether they were chosen because no optimizer was given.
+        defaults: Their names, if they were chosen because no optimizer was given.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Advisor:
         stages: Sequence[Stage],
         schedule: PipelineSchedule,
         corrections: Sequence[Correction],
-        defaults: bool = False,
+        defaults: Sequence[str] = (),
     ) -> None:
         self._stages, self._schedule, self._corrections, self._defaults = stages, schedule, corrections, defaults
         self._transformer, self._attention = is_transformer(network), has_attention(network)

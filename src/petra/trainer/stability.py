@@ -229,7 +229,7 @@ def remedies(
     schedule: PipelineSchedule,
     corrections: Sequence[Correction],
     factor: float,
-    defaults: bool = False,
+    defaults: Sequence[str] = (),
 ) -> str:
     """Return what to change where the product of learning rate and delay has to be smaller by a factor.
 
@@ -238,7 +238,7 @@ def remedies(
         schedule: The schedule.
         corrections: The corrections of staleness.
         factor: The factor, less than 1.
-        defaults: True if the corrections are those of a trainer without an optimizer, which are lost with one.
+        defaults: The names of the corrections that are there because no optimizer was given.
 
     Returns:
         A list of alternatives, with values.
@@ -247,9 +247,8 @@ def remedies(
     if steps.family == "sgd" and steps.momentum > 0 and not _has_inertia(corrections):
         found.append("corrections=['predict', 'inertia:4']")
     warm_up = f"an optimizer with lr={_round_down(steps.lr * factor):g} and a warm-up of {WARMUP} updates"
-    if defaults and corrections:
-        names = ", ".join(repr(str(correction)) for correction in corrections)
-        warm_up += f" (with corrections=[{names}], because a given optimizer has none)"
+    if defaults:
+        warm_up += f" (with corrections={list(defaults)}, because a given optimizer has none)"
     found.append(warm_up)
     if (k := ceil(schedule.accumulate / factor)) <= LARGEST_ACCUMULATE:
         found.append(f"accumulate={k} at the same lr")

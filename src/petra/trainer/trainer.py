@@ -187,10 +187,12 @@ class Trainer:
         self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule, flush_until, position.ranks)
         self.defaults: TrainingDefaults | None = None
         """What is used because no optimizer was given; None if one was."""
+        chosen: tuple[str, ...] = ()
         if optimizer is None:
             self.defaults = TrainingDefaults.choose(network, self.method, self.schedule)
             optimizer, scheduler = self.defaults.make_optimizer, scheduler or self.defaults.make_scheduler
-            corrections = self.defaults.corrections if corrections is None else corrections
+            if corrections is None:
+                corrections = chosen = self.defaults.corrections
         check_storage(((layer, storage_of(layer)) for layer in network), self.method)
         self.corrections = choose_corrections(() if corrections is None else corrections, self.method, self.schedule)
         self.network = network
@@ -278,7 +280,7 @@ class Trainer:
             stage.free_gradients = free_gradients and self.executor.capture is None
         advised = self.method.stale and position.is_main and self.device.type != "meta"  # one process warns
         watched = network, built, self.schedule, self.corrections
-        self._advisor = Advisor(*watched, self.defaults is not None) if advised else None
+        self._advisor = Advisor(*watched, chosen) if advised else None
         if self._advisor is not None and (text := self._advisor.before_training()):
             self._warn(text)
 
