@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
 def _config(options: argparse.Namespace, method: str, stages: int) -> PlanConfig:
     asked = options.schedule
     schedule = asked if asked is not None and accepts(methods.find(method), asked) else None
-    others = {"ranks": 1, "accumulate": 1, "memory_limit": None, "ticks": 1, "no_run": True}
+    others: dict[str, Any] = {"ranks": 1, "accumulate": 1, "memory_limit": None, "ticks": 1, "no_run": True}
     others |= {"latency": 0.0, "bandwidth": None}
     return PlanConfig.from_options(
         argparse.Namespace(**{**vars(options), **others, "method": method, "schedule": schedule, "stages": stages})
