@@ -198,14 +198,16 @@ def _segment(blocks: dict[str, nn.Module], choices: list[Choice], blend: Blend |
             final_norm=spec.post_norms and spec.post_norms[1],
         )
     layers = [
-        ReversibleResidual(*views) if len(views) == 1 else ReversibleBlock(*views)
-        for views in (
-            [UserResidual(block, function) for function in choice]
-            for block, choice in zip(blocks.values(), choices, strict=True)
-            if isinstance(choice, tuple)
-        )
+        _split_layer(block, choice)
+        for block, choice in zip(blocks.values(), choices, strict=True)
+        if isinstance(choice, tuple)
     ]
     return ConvertedSegment(list(blocks), list(blocks.values()), layers)
+
+
+def _split_layer(block: nn.Module, functions: tuple[nn.Module, ...]) -> ReversibleBlock | ReversibleResidual:
+    f, *g = (UserResidual(block, function) for function in functions)
+    return ReversibleBlock(f, g[0]) if g else ReversibleResidual(f)
 
 
 def _blended_segment(blocks: dict[str, nn.Module], choices: list[Choice], blend: Blend) -> ConvertedSegment:
