@@ -35,10 +35,10 @@ def main(arguments: list[str] | None = None) -> float:
     epochs = 1 if options.smoke else options.epochs
     trainer = petra.Trainer(
         network, method="petra", stages=4, loss=nn.functional.cross_entropy,  # cut into layers by petra.as_network
-        accumulate=4,  # as many micro-batches per update as stages: transformers do not tolerate more delay
+        accumulate=8,  # with Muon, transformers need at least twice as many micro-batches per update as stages
         optimizer=lambda p: Muon(muon_groups(p, matrices), lr=0.01, weight_decay=0.01),
         scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(
-            o, 0.01, total_steps=epochs * len(train) // 4 + 1, cycle_momentum=False
+            o, 0.01, total_steps=epochs * len(train) // 8 + 1, cycle_momentum=False
         ),
     )  # fmt: skip
     result = trainer.fit(train, test, epochs=epochs)

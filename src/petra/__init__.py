@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from petra.runs import load
     from petra.schedule import Deadlock, ScheduleError
-    from petra.trainer import Callback, EarlyStopping, Evaluation, FitResult, StalenessWarning, Trainer
+    from petra.trainer import Callback, EarlyStopping, Evaluation, FitResult, Interrupted, StalenessWarning, Trainer
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "FitResult",
     "FixedPointCoupling",
     "InjectiveStem",
+    "Interrupted",
     "Invertibility",
     "InvertibleDownsampling",
     "JobFailed",
@@ -87,7 +88,7 @@ _PACKAGES = {
     "pipeline": ("Diverged", "MicrobatchResult", "NonFiniteLoss"),
     "runs": ("load",),
     "schedule": ("Deadlock", "ScheduleError"),
-    "trainer": ("Callback", "EarlyStopping", "Evaluation", "FitResult", "StalenessWarning", "Trainer"),
+    "trainer": ("Callback", "EarlyStopping", "Evaluation", "FitResult", "Interrupted", "StalenessWarning", "Trainer"),
 }
 """The packages that define the names above; the others are in `petra.reversible`."""
 

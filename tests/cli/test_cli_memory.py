@@ -41,8 +41,8 @@ def test_it_counts_what_a_real_run_has(tmp_path, capsys):
     assert whole["dni"] > whole["backprop"]
     lines = capsys.readouterr().out.splitlines()
     sizes, ratios = lines[: lines.index("")], lines[lines.index("") + 1 : -1]
-    assert " ".join(sizes[0].split()) == "MiB K = 1 K = 3"
-    assert " ".join(ratios[0].split()) == "relative to backprop K = 1 K = 3"
+    assert " ".join(sizes[0].split()) == "MiB J = 1 J = 3"
+    assert " ".join(ratios[0].split()) == "relative to backprop J = 1 J = 3"
     names = ["backprop", "petra", "features-replay", "ddg", "dni"]
     assert [line.split()[0] for line in sizes[2:]] == [line.split()[0] for line in ratios[2:]] == names
     assert sizes[5].split() == ["ddg", *(f"{sum(found['ddg'][k]) / 2**20:.2f}" for k in ("1", "3"))]

@@ -115,7 +115,13 @@ def test_folders_without_a_run(tmp_path, digits):
             petra.load(folder)
     with refused("is a file: give the folder"):
         petra.load(digits / "weights.safetensors")
-    for name in ("summary.json", "weights.safetensors"):  # as fit writes them
+    (tmp_path / "metrics.jsonl").write_text("")  # as fit writes it
+    with refused("was written by Trainer.fit", "create the network, and continue it with fit"):
+        petra.load(tmp_path)
+    (tmp_path / "best.safetensors").write_text("")
+    with refused("was written by Trainer.fit", f"load_file('{tmp_path / 'best.safetensors'}')"):
+        petra.load(tmp_path)
+    for name in ("summary.json", "weights.safetensors"):
         (tmp_path / name).write_bytes((digits / name).read_bytes())
     with refused("was written by Trainer.fit", f"load_file('{tmp_path / 'weights.safetensors'}')"):
         petra.load(tmp_path)

@@ -319,6 +319,8 @@ def test_the_command_plans_and_measures(tmp_path, capfd, monkeypatch):
     assert result["config"]["ranks"] == 2
     stages = result["plan"]["stages"]
     assert sum(stages) == 4
+    assert "predicted/measured" in printed
+    assert "speed-up over one rank working at a time (reversible): predicted" in printed
     assert f"to train with: --method petra --ranks 2 --stages {','.join(map(str, stages))}" in printed
     assert all(
         0 <= real - said <= 8 for said, real in zip(result["plan"]["memory"], result["measured"]["memory"], strict=True)

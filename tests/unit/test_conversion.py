@@ -305,8 +305,48 @@ def test_cross_attention_is_not_converted():
 def test_split_must_use_submodules_of_the_block():
     with pytest.raises(ValueError, match="Linear, which split made from Own, has parameters or buffers that the block"):
         make_reversible(nn.Sequential(Own()), lambda block: (nn.Linear(4, 4), block.two))
+    with pytest.raises(
+        ValueError, match=r"split returns \(Linear, None\) for Own: return two .* only f for a block x \+ f"
+    ):
+        make_reversible(nn.Sequential(Own()), lambda block: (block.two, None))
     with pytest.raises(ValueError, match=r"for Own: return two nn.Modules"):
         make_reversible(nn.Sequential(Own()), lambda block: (torch.tanh, torch.tanh))
+
+
+class Single(nn.Module):
+    """A block with one residual function, as in most convolutional networks."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+@pytest.mark.parametrize("coupling", ["additive", "bdia", "midpoint"])
+def test_split_may_return_one_residual_function(coupling):
+    def body(block):
+        return split(block) if isinstance(block, Own) else block.body if isinstance(block, Single) else None
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    single = randomised(nn.Sequential(Single())).double().eval()
+    converted = make_reversible(single, body, coupling=coupling)
+    torch.testing.assert_close(converted(x), single(x), rtol=1e-12, atol=1e-12)
+    f1, f2 = randomised(nn.ModuleList([Single(), Single()])).double()
+    if coupling == "additive":  # consecutive blocks take turns as f and g
+        three = make_reversible(nn.Sequential(f1, f2, f1), body)
+        assert [type(layer).__name__ for layer in three.segments[0].layers] == ["ReversibleResidual"] * 3
+        first = x + f1.body(x)
+        expected = first + f2.body(first) + f1.body(x + f2.body(first))
+        torch.testing.assert_close(three(x), expected, rtol=1e-12, atol=1e-12)
+    mixed = make_reversible(randomised(nn.Sequential(f1, Own(), f2)).double().eval(), body, coupling=coupling)
+    mixed.train(coupling == "bdia")
+    reversible = gradients(mixed, x, {})
+    with plain_autograd():
+        expected = gradients(mixed, x, {})
+    torch.testing.assert_close(reversible, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_modules_that_split_adds_follow_the_mode_of_the_block():

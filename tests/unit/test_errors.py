@@ -9,7 +9,7 @@ from helpers.trainers import make, same_weights, trained
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from petra import METHODS, LayerError, Network, NonFiniteLoss
+from petra import METHODS, LayerError, Network, NonFiniteLoss, ReversibleBlock
 from petra.distributed.thread_transport import run_together
 
 
@@ -61,6 +61,11 @@ def test_bad_inputs_are_refused_before_anything_is_touched():
     assert same_weights(network, trained(twin, ticks=12, stages=3))
 
 
+class TwoStreams(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
 class TestErrors:
     def test_layers_that_cannot_take_their_input(self):
         trainer = make(mixed_network(), stages=2)
@@ -68,6 +73,15 @@ class TestErrors:
             trainer.step(torch.randn(3, 5, 4, 4), torch.zeros(3, dtype=torch.long))
         with pytest.raises(LayerError, match=r"inputs of shape \(3, 4, 4, 4\) in float64: "):
             make(mixed_network(), stages=2).step(torch.randn(3, 4, 4, 4).double(), torch.zeros(3, dtype=torch.long))
+
+    def test_the_layer_of_a_residual_function_and_what_to_do_with_two_streams_are_named(self):
+        block = ReversibleBlock(nn.Conv2d(4, 4, 1), nn.Conv2d(3, 4, 1))
+        said = r"layer 1 \(Conv2d in ReversibleBlock\) cannot take inputs of shape \(3, 4, 4, 4\), \(3, 4, 4, 4\): "
+        with pytest.raises(LayerError, match=said):
+            make(Network(TwoStreams(), block)).step(torch.randn(3, 4, 4, 4), torch.zeros(3, dtype=torch.long))
+        said = r"layer 1 \(Flatten\) .* 3 were given; it gets 2 streams: let its forward take them, or join them in a"
+        with pytest.raises(LayerError, match=said):
+            make(Network(TwoStreams(), nn.Flatten())).step(torch.randn(3, 4, 4, 4), torch.zeros(3, dtype=torch.long))
 
     @pytest.mark.parametrize("method", sorted(METHODS))
     def test_batch_norm_on_a_batch_of_one(self, method):
@@ -294,7 +308,7 @@ class TestErrors:
             make(Network(layer, nn.ReLU(), layer), stages=3)
 
     def test_nothing_to_evaluate(self):
-        with pytest.raises(ValueError, match="nothing to evaluate"):
+        with pytest.raises(ValueError, match=r"nothing to evaluate, because there are no test batches$"):
             make(mixed_network()).evaluate([])
 
     @pytest.mark.parametrize(

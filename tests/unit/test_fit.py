@@ -1,6 +1,7 @@
 """`Trainer.fit` compared with the same loop written out, and resumed after every kind of interruption."""
 
 import json
+import signal
 import warnings
 import zipfile
 
@@ -343,6 +344,7 @@ def test_live_values_are_readable():
         scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), schedule=[3, 2, 1, 0], accumulate=1
     )
     assert trainer.staleness == [3, 2, 1, 0]
+    assert make_trainer(schedule="1f1b").staleness == [0, 0, 0, 0]
     assert trainer.last_loss is None
     for x, y in list(loader())[:4]:
         found = trainer.step(x, y)
@@ -375,6 +377,20 @@ def test_impossible_data_is_refused(tmp_path):
     make_trainer().fit(TEST, epochs=1, out=tmp_path, quiet=True)
     with pytest.raises(ValueError, match="holds a training already: give resume=True"):
         make_trainer().fit(TEST, epochs=1, out=tmp_path, quiet=True)
+
+
+def test_an_interrupted_training_says_how_to_continue(tmp_path):
+    class Interrupt(petra.Callback):
+        def on_update(self, loop):
+            signal.raise_signal(signal.SIGINT)
+
+    options = {"epochs": 3, "callbacks": [Interrupt()], "quiet": True}
+    with pytest.raises(petra.Interrupted, match=r"stopped in epoch 1; nothing is saved: give fit\(..., out=FOLDER\)"):
+        make_trainer().fit(TEST * 4, **options)
+    with pytest.raises(petra.Interrupted, match=r"stopped in epoch 1; fit\(..., out='.*mine', resume=True\) continues"):
+        make_trainer().fit(TEST * 4, out=tmp_path / "mine", **options)
+    result = make_trainer().fit(TEST * 4, out=tmp_path / "mine", epochs=1, resume=True, quiet=True)
+    assert result.steps == 4
 
 
 def test_summary_and_metrics_are_written(tmp_path):

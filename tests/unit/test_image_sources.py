@@ -6,6 +6,7 @@ import json
 import pickle
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -21,6 +22,8 @@ from petra.data import Batches, ImageData, ImageFileData, fingerprint, hub_image
 from petra.data.hold_out import hold_out
 from petra.data.image_samples import PackedStrings
 from petra.data.transforms import CenterCrop, Resize
+from petra.runs.config import RunConfig
+from petra.runs.trainer_setup import config_warnings
 
 
 def normalised(data: ImageFileData, image: Image.Image) -> np.ndarray:
@@ -54,6 +57,19 @@ def test_folders_of_different_sizes(tmp_path: Path) -> None:
     assert len(load_data(str(folder / "..") + f"/{folder.name}", image_size=8).name) > 2
     pickled = pickle.loads(pickle.dumps(data))  # as worker processes may get it
     assert np.array_equal(pickled.train[3][0], data.train[3][0])
+
+
+def test_a_run_says_that_it_resizes_images(tmp_path: Path) -> None:
+    data = load_data(str(write_folder(tmp_path, {"train": 1, "val": 1})))
+    trainer = SimpleNamespace(method=None, network=(), take_messages=list)
+
+    def notes(data, **options):
+        config = RunConfig(model="revnet18", data="pets", warmup_epochs=0.0, **options)
+        return list(config_warnings(config, data, trainer, 5))
+
+    assert notes(data) == ["images may differ in size, so they are resized to 224×224: --image-size changes this"]
+    assert not notes(data, image_size=224)
+    assert not notes(load_data("digits"))
 
 
 def test_images_of_one_size_stay_in_their_files_with_an_image_size(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,12 +94,18 @@ def test_bad_arguments(arguments, message):
         models.create("revnet18", **arguments)
 
 
-def test_unknown_names_get_a_hint():
+def test_unknown_names_get_a_hint(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)  # not installed
     with pytest.raises(ValueError, match="no model named 'revnet19': did you mean 'revnet18'"):
         models.create("revnet19")
 
 
-def test_unknown_names_that_resemble_none_get_the_closest_and_not_all():
+def test_unknown_names_that_resemble_none_get_the_closest_and_not_all(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(is_model=lambda name: name == "vit_tiny_patch16_224"))
+    with pytest.raises(
+        ValueError, match=r"no model named 'vit_.*': networks of timm are named timm:vit_tiny_patch16_224$"
+    ):
+        models.create("vit_tiny_patch16_224")
     with pytest.raises(ValueError, match=r"the closest of \d+ are .*`petra models` lists all") as raised:
         models.create("nope")
     assert len(str(raised.value)) < 160

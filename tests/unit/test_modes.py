@@ -113,7 +113,7 @@ def test_targets_that_are_to_be_ignored_are_neither_right_nor_wrong():
     found = trainer.evaluate([(outputs, torch.tensor([[0, 2, -100, -100]])), (outputs, ignored)])
     assert (found.accuracy, found.samples) == (0.5, 2)
     assert found.loss == pytest.approx(float(cross_entropy(outputs[0, :2], torch.tensor([0, 2]))))
-    with pytest.raises(ValueError, match="nothing to evaluate"):
+    with pytest.raises(ValueError, match="nothing to evaluate, because all targets of the test batches are negative"):
         trainer.evaluate([(outputs, ignored)])
 
 

@@ -13,6 +13,7 @@ from petra.cli.report import command_of
 from petra.measure.timeline import Trace
 from petra.report import read_run, report, run_folders
 from petra.report.line_chart import Series, line_chart, thin
+from petra.report.run_sections import staleness_of
 from petra.report.stage_bars import stage_bars
 from petra.runs.config import RunConfig
 
@@ -194,6 +195,7 @@ def test_a_run_that_has_not_finished_is_reported_as_far_as_it_is(tmp_path):
 )
 def test_what_is_damaged_is_named_and_the_rest_is_shown(file, content, message, run):
     path = run / file
+    (run / "network.json").write_text("{}")
     if content is None:
         path.unlink()
     else:
@@ -219,6 +221,34 @@ def test_values_of_another_kind_are_left_out(name, value, run):
     found = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps(found | {name: value}))
     assert len(captions(page_of(run))) >= 9
+
+
+def test_the_number_of_processes_is_compared_and_in_the_command(run, tmp_path):
+    other = write_run(tmp_path / "ranks")
+    assert "All runs have the same options." in texts(page_of(run, other))
+    found = json.loads((other / "summary.json").read_text())
+    (other / "summary.json").write_text(json.dumps(found | {"ranks": 2}))
+    shown = texts(page_of(run, other))
+    assert "optionpetraranks" + "ranks12" in shown
+    assert read_run(other, "ranks", command_of).command.endswith(" --ranks 2")
+    assert "--ranks" not in read_run(run, "one", command_of).command
+    assert "peak activations of a process" in shown
+
+
+def test_a_folder_of_fit_has_no_options(tmp_path):
+    for name in ("metrics.jsonl", "summary.json"):
+        source = write_run(tmp_path / "run") / name
+        (tmp_path / name).write_text(source.read_text())
+    assert read_run(tmp_path, "fit").problems == []
+    assert "Trainer.fit does not record options." in texts(page_of(tmp_path))
+    (tmp_path / "summary.json").unlink()
+    problem = "the run has not finished, or it was stopped: fit(..., resume=True) continues it"
+    assert read_run(tmp_path, "fit").problems == [problem]
+
+
+def test_exact_schedules_have_no_staleness(tmp_path):
+    folder = write_run(tmp_path / "exact", schedule="1f1b", accumulate=4)
+    assert staleness_of(read_run(folder, "exact")) == [0, 0, 0, 0]  # also of older runs, which recorded another one
 
 
 def test_learning_rates_of_all_stages_if_they_are_recorded(run):

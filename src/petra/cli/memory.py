@@ -69,14 +69,14 @@ def run(options: argparse.Namespace) -> None:
     names = list(dict.fromkeys(name for text in options.methods for name in text.split(",")))
     reject_unused(options, names)
     numbers = [options.stages] if isinstance(options.stages, int) else options.stages
-    configs = {name: {k: _config(options, name, k) for k in sorted(set(numbers))} for name in names}
+    configs = {name: {j: _config(options, name, j) for j in sorted(set(numbers))} for name in names}
     rows: dict[str, dict[int, list[int]]] = {}
     for name, own in configs.items():
-        for k, config in own.items():
+        for j, config in own.items():
             if not options.quiet:
-                print(f"petra memory: {name}, K = {k} …", file=sys.stderr)
-            rows.setdefault(name, {})[k] = count(config)
-    sums = {name: {k: sum(found) for k, found in own.items()} for name, own in rows.items()}
+                print(f"petra memory: {name}, J = {j} …", file=sys.stderr)
+            rows.setdefault(name, {})[j] = count(config)
+    sums = {name: {j: sum(found) for j, found in own.items()} for name, own in rows.items()}
     options.out.mkdir(parents=True, exist_ok=True)
     one = next(iter(configs[names[0]].values()))
     what = {name: getattr(one, name) for name in ("model", "model_options", "image", "batch_size")}
@@ -91,8 +91,7 @@ def run(options: argparse.Namespace) -> None:
 def _config(options: argparse.Namespace, method: str, stages: int) -> PlanConfig:
     asked = options.schedule
     schedule = asked if asked is not None and accepts(methods.find(method), asked) else None
-    others: dict[str, object]
-    others = {"ranks": 1, "accumulate": 1, "memory_limit": None, "ticks": 1, "no_run": True}
+    others: dict[str, Any] = {"ranks": 1, "accumulate": 1, "memory_limit": None, "ticks": 1, "no_run": True}
     others |= {"latency": 0.0, "bandwidth": None}
     return PlanConfig.from_options(
         argparse.Namespace(**{**vars(options), **others, "method": method, "schedule": schedule, "stages": stages})
@@ -122,7 +121,7 @@ def count(config: PlanConfig) -> list[int]:
 def table(sums: dict[str, dict[int, int]]) -> str:
     """Return two tables with one row per method: MiB per number of stages, and their ratio to the first method."""
     first, basic = next(iter(sums.items()))
-    counts = [f"K = {k}" for k in basic]
+    counts = [f"J = {j}" for j in basic]
     sizes = [[name, *(f"{size / 2**20:.2f}" for size in own.values())] for name, own in sums.items()]
-    ratios = [[name, *(f"{own[k] / basic[k]:.2f}" for k in basic)] for name, own in sums.items()]
+    ratios = [[name, *(f"{own[j] / basic[j]:.2f}" for j in basic)] for name, own in sums.items()]
     return "\n\n".join([render(["MiB", *counts], sizes), render([f"relative to {first}", *counts], ratios)])

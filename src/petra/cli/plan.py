@@ -148,18 +148,17 @@ def report(
         "",
     ]
     placement = "" if plan.contiguous else f" --placement {','.join(map(str, plan.placement))}"
-    name = basic_method(config.network()).name
+    speedup = f"speed-up over one rank working at a time ({basic_method(config.network()).name})"
     if measured is None:
         lines += [
             f"tick: predicted {_ms(plan.tick)} ms",
-            f"times basic model parallelism ({name}): predicted {plan.speedup:.2f}",
+            f"{speedup}: predicted {plan.speedup:.2f}",
         ]
     else:
         lines += [
             f"tick: predicted {_ms(plan.tick)} ms, measured {_ms(measured['tick'])} ms, "
-            f"ratio {plan.tick / measured['tick']:.2f}",
-            f"times basic model parallelism ({name}): predicted {plan.speedup:.2f}, "
-            f"measured {measured['basic'] / measured['tick']:.2f}",
+            f"predicted/measured {plan.tick / measured['tick']:.2f}",
+            f"{speedup}: predicted {plan.speedup:.2f}, measured {measured['basic'] / measured['tick']:.2f}",
         ]
     return "\n".join(
         [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from petra.formatting import counted, render
 from petra.runs.option_fields import check_values, option
 
 TEXTS, TOKENS = "texts", "tokens"
+TRAIN = "petra train --model rev-gpt --schedule 1f1b --accumulate 4 --batch-size 16 --optimizer muon --lr 2e-3"
+"""Exact gradients, with the optimizer and the number of sequences per update of experiments/language."""
 
 _ESCAPES = {"\\n": "\n", "\\r": "\r", "\\t": "\t", "\\\\": "\\"}
 
@@ -154,7 +157,7 @@ def run(options: argparse.Namespace) -> None:
     sys.stderr.flush()
     print(table(info))
     if options.train:
-        print(f"\ntrain with: petra train --model rev-gpt --data tokens:{options.out}")
+        print(f"\ntrain with: {TRAIN} --data {shlex.quote(f'tokens:{options.out}')}")
 
 
 def table(info: TokenInfo) -> str:

@@ -16,15 +16,15 @@ from petra.conversion.converted_segment import ConvertedSegment
 from petra.conversion.hidden_outputs import refuse_hidden_outputs
 from petra.conversion.known_blocks import KNOWN_BLOCKS
 from petra.conversion.module_network import ModuleNetwork
-from petra.conversion.residual_views import KnownResidual, PairChange, UserResidual
+from petra.conversion.residual_views import KnownResidual, SplitChange, UserResidual
 from petra.reversible import ReversibleBlock, ReversibleResidual
 
 COUPLINGS = ("additive", "bdia", "midpoint")
 
-Split = Callable[[nn.Module], tuple[nn.Module, nn.Module] | None]
-"""Returns the two residual functions of a block, or None if it is not to be converted."""
+Split = Callable[[nn.Module], tuple[nn.Module, nn.Module] | nn.Module | None]
+"""Returns the one or two residual functions of a block, or None if it is not to be converted."""
 
-Choice = tuple[nn.Module, nn.Module] | BlockSpec | None
+Choice = tuple[nn.Module, ...] | BlockSpec | None
 """How a block is converted: with the functions that `split` returned, as a known block, or not at all."""
 
 
@@ -63,9 +63,9 @@ def make_reversible(
 
     Args:
         module: The network.
-        split: A function that returns the residual functions (f, g) of a block, made from submodules of the block, or
-            None for a block that it does not handle. f and g receive the block's input, and all its other arguments as
-            keyword arguments.
+        split: A function that returns the residual functions of a block, made from submodules of the block: (f, g) for
+            a block a = x + f(x), y = a + g(a), only f for a block y = x + f(x), or None for a block that it does not
+            handle. f and g receive the block's input, and all its other arguments as keyword arguments.
         coupling: `"additive"`, `"bdia"` or `"midpoint"`.
         blend: The absolute value of γ, for couplings other than `"additive"`: above 0, which is the original network,
             and up to 1. By default it is 0.25, or more if a segment has more than 16 blocks.
@@ -92,7 +92,8 @@ def make_reversible(
         raise ValueError(
             f"{type(module).__name__} has no blocks that can be made reversible in an nn.Sequential or nn.ModuleList. "
             f"It has {', '.join(seen)}. Known blocks are {_known()}. For other blocks, give "
-            "split=lambda block: (f, g), a function that returns their residual functions, or None" + _remark(seen)
+            "split=lambda block: (f, g), a function that returns their residual functions, only f, or None"
+            + _remark(seen)
         )
     refuse_hidden_outputs(copy)
     return copy
@@ -146,14 +147,18 @@ def _convert(
 
 def _choose(block: nn.Module, split: Split | None) -> Choice:
     """Choose how to convert a block."""
-    pair = split(block) if split is not None else None
-    if pair is not None:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, nn.Module) for part in pair)):
+    found = split(block) if split is not None else None
+    if isinstance(found, nn.Module):
+        return (found,)
+    if found is not None:
+        if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, nn.Module) for part in found)):
+            parts = found if isinstance(found, tuple) else (found,)
+            names = ", ".join("None" if part is None else type(part).__name__ for part in parts)
             raise ValueError(
-                f"split returns {pair!r} for {type(block).__name__}: return two nn.Modules, f and g (plain functions "
-                "would not be copied with the network), or None"
+                f"split returns ({names}) for {type(block).__name__}: return two nn.Modules (f, g), only f for a block "
+                "x + f(x), or None (plain functions would not be copied with the network)"
             )
-        return pair
+        return found
     return next((spec for spec in KNOWN_BLOCKS if spec.matches(block)), None)
 
 
@@ -193,11 +198,16 @@ def _segment(blocks: dict[str, nn.Module], choices: list[Choice], blend: Blend |
             final_norm=spec.post_norms and spec.post_norms[1],
         )
     layers = [
-        ReversibleBlock(UserResidual(block, pair[0]), UserResidual(block, pair[1]))
-        for block, pair in zip(blocks.values(), choices, strict=True)
-        if isinstance(pair, tuple)
+        _split_layer(block, choice)
+        for block, choice in zip(blocks.values(), choices, strict=True)
+        if isinstance(choice, tuple)
     ]
     return ConvertedSegment(list(blocks), list(blocks.values()), layers)
+
+
+def _split_layer(block: nn.Module, functions: tuple[nn.Module, ...]) -> ReversibleBlock | ReversibleResidual:
+    f, *g = (UserResidual(block, function) for function in functions)
+    return ReversibleBlock(f, g[0]) if g else ReversibleResidual(f)
 
 
 def _blended_segment(blocks: dict[str, nn.Module], choices: list[Choice], blend: Blend) -> ConvertedSegment:
@@ -212,7 +222,7 @@ def _blended_segment(blocks: dict[str, nn.Module], choices: list[Choice], blend:
         else:
             assert choice is not None
             views = [UserResidual(block, function) for function in choice]
-            change, parts, post_norm = PairChange(*views), [block, *views], False
+            change, parts, post_norm = SplitChange(*views), [block, *views], False
         step = BlendedStep(block, parts, change, blend, first=index == 0, post_norm=post_norm)
         layers.append(ReversibleResidual(step, BlendedCoupling))
     return ConvertedSegment(list(blocks), list(blocks.values()), layers, returns_tuple=returns_tuple, blend=blend)

@@ -99,10 +99,10 @@ class UserResidual(ResidualView):
         return first_tensor(self.function(x, **kwargs))
 
 
-class PairChange(nn.Module):
-    """The residual f(x) + g(x + f(x)) of a block, from the residual functions that `split` made."""
+class SplitChange(nn.Module):
+    """The residual f(x) + g(x + f(x)) of a block, or f(x), from the residual functions that `split` made."""
 
-    def __init__(self, f: UserResidual, g: UserResidual) -> None:
+    def __init__(self, f: UserResidual, g: UserResidual | None = None) -> None:
         super().__init__()
         self.f = f
         self.g = g
@@ -119,7 +119,7 @@ class PairChange(nn.Module):
             The residual.
         """
         first: Tensor = self.f(x, **kwargs)
-        return first + self.g(x + first, **kwargs)  # type: ignore[no-any-return]
+        return first if self.g is None else first + self.g(x + first, **kwargs)
 
 
 def modules_without(module: nn.Module, other: nn.Module) -> list[nn.Module]:

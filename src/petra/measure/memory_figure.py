@@ -40,7 +40,7 @@ def draw_memory(methods: Mapping[str, Mapping[int, int]], path: Path, title: str
     log = max(every) > _FLAT * min(every) > 0
     set_ticks(axis, "y", every, "bytes", zero=not log, log=log)
     kind = " (logarithmic)" if log else ""
-    axis.set(xlabel="stages K", ylabel=f"activations of all stages{kind}", title=title)
+    axis.set(xlabel="number of stages J", ylabel=f"activations of all stages{kind}", title=title)
     legend_below(figure, axis)
     save_figure(figure, path)
     return True

@@ -93,7 +93,14 @@ class SlowPipeline:
         return period
 
     def throughput(self, schedule: AsyncSchedule) -> float:
-        """Return the throughput with a schedule, divided by that with links that take no time."""
+        """Return the throughput with a schedule, divided by that with links that take no time.
+
+        Args:
+            schedule: The schedule.
+
+        Returns:
+            The share, at most 1.
+        """
         return self.compute_limit / self.period(schedule.in_flight)
 
     def _announced(self, boundary: int, apart: int) -> float:

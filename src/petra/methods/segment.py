@@ -34,12 +34,15 @@ class Part:
     """True if outputs of lower precision are converted to float32."""
     storage: str | None = None
     """What autograd keeps if there is a graph; None for everything."""
+    layer: nn.Module | None = None
+    """The reversible layer of a coupling, for error messages."""
 
     @property
     def name(self) -> str:
         """The layer's name for error messages."""
         module = self.function.modules[0] if isinstance(self.function, Coupling) else self.function
-        return f"layer {self.key[0]} ({type(module).__name__})"
+        within = "" if self.layer in (None, module) else f" in {type(self.layer).__name__}"
+        return f"layer {self.key[0]} ({type(module).__name__}{within})"
 
     def __call__(self, streams: Streams) -> Streams:
         versions = [version_of(x) for x in streams]
@@ -57,6 +60,8 @@ class Part:
             why = first_line(error)
             if why.startswith("Expected more than 1 value per channel"):
                 why += "; batch norm cannot train on a batch of one: leave out a last batch of one (drop_last)"
+            if isinstance(error, TypeError) and "positional argument" in why and len(streams) > 1:
+                why += f"; it gets {len(streams)} streams: let its forward take them, or join them in a layer before it"
             shapes = ", ".join(str(tuple(x.shape)) + _unusual(x.dtype) for x in streams)
             raise LayerError(f"{self.name} cannot take inputs of shape {shapes}: {why}") from error
         if versions != [version_of(x) for x in streams]:
@@ -92,7 +97,8 @@ class Segment:
         for index, (layer, above) in enumerate(zip(self.layers, [*self.layers[1:], None], strict=True), self.first):
             if isinstance(layer, ReversibleLayer):
                 found += [
-                    Part((index, i), coupling, False, self.storage) for i, coupling in enumerate(layer.couplings())
+                    Part((index, i), coupling, False, self.storage, layer)
+                    for i, coupling in enumerate(layer.couplings())
                 ]
             else:
                 found.append(Part((index, 0), layer, widens(layer, above), self.storage))

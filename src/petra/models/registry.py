@@ -13,7 +13,7 @@ import torch
 
 from petra.formatting import unknown
 from petra.models.imported import import_function, is_import_path
-from petra.models.timm_models import PREFIX, timm_entry
+from petra.models.timm_models import PREFIX, timm_entry, timm_has
 from petra.reversible import Network
 
 LISTING = Path(__file__).with_name("listing.json")
@@ -120,6 +120,8 @@ def find(name: str) -> Entry:
         function = import_function(name)
         return Entry(name, (function.__doc__ or "a network").strip().partition("\n")[0], function, {})
     if name not in _ENTRIES:
+        if timm_has(name):
+            raise ValueError(f"there is no model named {name!r}: networks of timm are named {PREFIX}{name}")
         raise unknown("model", name, _ENTRIES, "petra models")
     return _ENTRIES[name]
 

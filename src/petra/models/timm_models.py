@@ -47,6 +47,15 @@ def timm_entry(name: str) -> Entry:
     return Entry(name, f"{own} of timm", _builder(own), {})
 
 
+def timm_has(name: str) -> bool:
+    """Return whether timm is installed and has a network of this name."""
+    try:
+        import timm
+    except (ImportError, RuntimeError):
+        return False
+    return bool(timm.is_model(name))
+
+
 def _builder(name: str) -> Callable[..., Network]:
     def build(
         *,

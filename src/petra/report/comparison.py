@@ -9,7 +9,7 @@ from petra.measure.ticks import format_bytes, format_seconds
 from petra.report.html import NOTHING, Html, join, table, tag
 from petra.report.line_chart import Series, line_chart
 from petra.report.run_record import RunRecord, number
-from petra.report.run_sections import loss_charts, memory_rows, show, staleness_of, styled
+from petra.report.run_sections import loss_charts, memory_rows, processes, show, staleness_of, styled
 from petra.report.stage_bars import stage_bars
 
 
@@ -43,7 +43,7 @@ def _results(runs: Sequence[RunRecord]) -> Html:
         ("bits per byte", "bits_per_byte", "{:.4f}".format),
         ("training time", "seconds", format_seconds),
         ("samples/s", "samples_per_second", "{:.0f}".format),
-        ("peak activations", "activation_peak_bytes", format_bytes),
+        ("peak activations of a process", "activation_peak_bytes", format_bytes),
     ]
     used = [column for column in columns if any(value(run, column[1]) is not None for run in runs)]
     rows = []
@@ -87,10 +87,11 @@ def _fidelity(runs: Sequence[RunRecord]) -> Html:
 
 def _differences(runs: Sequence[RunRecord]) -> Html:
     """Return a table of the options that are not the same in all runs."""
-    names = dict.fromkeys(name for run in runs for name in run.config)
-    different = [name for name in names if any(run.config.get(name) != runs[0].config.get(name) for run in runs)]
+    options = [{**run.config, **processes(run)} for run in runs]
+    names = dict.fromkeys(name for own in options for name in own)
+    different = [name for name in names if any(own.get(name) != options[0].get(name) for own in options)]
     if not different:
         return tag("p", "All runs have the same options.", class_="note")
-    rows = [[name, *(show(run.config.get(name)) for run in runs)] for name in different]
+    rows = [[name, *(show(own.get(name)) for own in options)] for name in different]
     body = table(["option", *(run.name for run in runs)], rows, left=len(runs) + 1)
     return join([tag("h3", "Options that differ"), body]) if rows else NOTHING

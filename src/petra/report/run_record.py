@@ -11,7 +11,16 @@ from typing import Any
 
 from petra.measure.timeline import Trace
 from petra.runs.file_hashes import CHANGED, is_unchanged
-from petra.runs.run_folder import CHECKPOINTS, CONFIG, FIDELITY, FIDELITY_SUMMARY, METRICS, SUMMARY, TRACE
+from petra.runs.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FIDELITY,
+    FIDELITY_SUMMARY,
+    METRICS,
+    SUMMARY,
+    TRACE,
+    written_by_fit,
+)
 
 _MOST_STAGES = 6
 
@@ -169,9 +178,11 @@ def read_run(folder: Path, name: str, command: Callable[[Mapping[str, Any]], str
         ValueError: If there is nothing to report.
     """
     record = RunRecord(name, folder)
-    record.config = _object(record, CONFIG)
+    of_fit = written_by_fit(folder)
+    record.config = _object(record, CONFIG, "" if of_fit else "{} is missing")
     record.metrics = _lines(record, METRICS)
-    record.summary = _object(record, SUMMARY, "the run has not finished, or it was stopped: {} is missing")
+    remedy = "fit(..., resume=True) continues it" if of_fit else "{} is missing"
+    record.summary = _object(record, SUMMARY, f"the run has not finished, or it was stopped: {remedy}")
     record.fidelity = [row for row in _lines(record, FIDELITY, optional=True) if "stage" in row]
     every = _object(record, FIDELITY_SUMMARY, "").get("every")
     record.every = every if isinstance(every, int) else None
@@ -186,6 +197,8 @@ def read_run(folder: Path, name: str, command: Callable[[Mapping[str, Any]], str
     recorded = record.summary.get("command")
     try:
         record.command = recorded if isinstance(recorded, str) else command(record.config) if record.config else ""
+        if record.command and not isinstance(recorded, str) and (number(record.summary.get("ranks")) or 1) > 1:
+            record.command += f" --ranks {record.summary['ranks']}"  # not in config.json: it does not affect weights
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         record.problems.append(f"{CONFIG} is of another version of Petra ({error}): the command is not known")
     return record

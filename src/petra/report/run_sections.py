@@ -16,6 +16,7 @@ from petra.report.run_record import RunRecord, number, numbers, some_stages
 from petra.report.stage_bars import stage_bars
 from petra.report.timeline_chart import timeline_chart
 from petra.runs.config import RunConfig
+from petra.runs.run_folder import OF_FIT, written_by_fit
 from petra.schedule import PipelineSchedule, ScheduleTable, draw_svg
 from petra.trainer.schedules import choose_schedule
 
@@ -90,7 +91,7 @@ def _results(run: RunRecord) -> list[tuple[str, str]]:
     if (seconds := run.last("seconds")) is not None:
         found.append(("training time", format_seconds(seconds)))
     if (peak := number(summary.get("activation_peak_bytes"))) is not None:
-        found.append(("peak activations", format_bytes(peak)))
+        found.append(("peak activations of a process", format_bytes(peak)))
     if (parameters := number(summary.get("parameters"))) is not None:
         found.append(("parameters", f"{parameters:,.0f}"))
     return found
@@ -178,9 +179,11 @@ def _correction_note(run: RunRecord) -> str:
 
 def staleness_of(run: RunRecord) -> list[int]:
     """Return the micro-batches between forward and backward of each stage; an empty list if they are not known."""
+    schedule = schedule_of(run)
+    if schedule is not None and schedule.exact:
+        return [0] * schedule.stages
     if recorded := [int(n) for n in numbers(run.summary.get("staleness")) if n is not None]:
         return recorded
-    schedule = schedule_of(run)
     return [] if schedule is None else [schedule.staleness(stage) for stage in range(schedule.stages)]
 
 
@@ -265,7 +268,7 @@ def timeline_section(run: RunRecord) -> Html:
 def config_section(run: RunRecord) -> Html:
     """Return the options of the run; those that differ from the defaults come first."""
     if not run.config:
-        return missing("config.json is missing or damaged.")
+        return missing(OF_FIT if written_by_fit(run.folder) else "config.json is missing or damaged.")
     defaults = {f.name: f.default for f in fields(RunConfig) if f.default is not MISSING}
     usual = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
     shown = {name for name, value in run.config.items() if name not in usual or usual[name] != value} | _ALWAYS
@@ -282,6 +285,12 @@ def environment_section(run: RunRecord) -> Html:
         return missing("The environment is recorded in summary.json when a run finishes.")
     rows = [*found.items(), *((n, run.summary[n]) for n in ("ranks", "replicas", "weights_sha256") if n in run.summary)]
     return definitions([(name.replace("_", " "), show(value)) for name, value in rows])
+
+
+def processes(run: RunRecord) -> dict[str, int]:
+    """Return the number of processes; an empty dictionary if the run has not finished."""
+    ranks = number(run.summary.get("ranks"))
+    return {} if ranks is None else {"ranks": int(ranks)}
 
 
 def show(value: Any) -> str:

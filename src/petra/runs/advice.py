@@ -14,7 +14,7 @@ from petra.methods import find
 from petra.schedule import PipelineSchedule
 from petra.trainer import optimizers
 from petra.trainer.schedules import choose_schedule
-from petra.trainer.stability import largest_lr
+from petra.trainer.stability import MICROBATCHES_PER_STAGE, largest_lr
 
 Kind = Literal["convolutional", "transformer"]
 KINDS: tuple[Kind, ...] = ("convolutional", "transformer")
@@ -199,11 +199,11 @@ def _transformer(at: Situation) -> Iterator[Choice]:
         "exact pipeline", "petra", stages, k, optimizer, _lr(at, optimizer, k), schedule,
         devices=at.devices, batch_size=at.batch_size, reasons=(bubble, why),
     )  # fmt: skip
-    k = _limited(at, 2 * at.devices)
+    k = _limited(at, MICROBATCHES_PER_STAGE["muon"] * at.devices)
     reason = "no device waits; GPT of 24M parameters, eight stages, Muon: test loss 0.005 nats behind backprop at k = "
     reason += "2J, 0.023 at k = J, 0.6 at k = 1 (experiments/language)"
-    if k < at.devices:
-        reason = "k is less than J: not recommended. " + reason
+    if k < MICROBATCHES_PER_STAGE["muon"] * at.devices:
+        reason = "k is less than 2J: not recommended. " + reason
     yield Choice(
         "PETRA", "petra", at.devices, k, "muon", MUON_LR if k >= at.devices else MUON_LR / 2, "low-staleness",
         devices=at.devices, batch_size=at.batch_size,

@@ -169,7 +169,7 @@ class Run(TrainingLoop):
         if setup.weights_message is not None:
             self.progress_bar.write(setup.weights_message)
         self._run_trainer = trainer
-        for line in config_warnings(config, trainer, len(self.train)):
+        for line in config_warnings(config, self._data, trainer, len(self.train)):
             self.progress_bar.write(line)
         self._timeline = Timeline(self.trainer.executor, transport, trace) if trace else None
 

@@ -22,6 +22,7 @@ CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *
 FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, REPORT, *_ = _OTHERS
 HASHES = "hashes.json"
 CHECKPOINTS = "checkpoint"
+OF_FIT = "Trainer.fit does not record options."
 CONFIG_REMEDY = f"restore a copy; if you edited it on purpose, remove {HASHES}"
 """The remedy for a `config.json` that has changed."""
 
@@ -100,10 +101,14 @@ def check_finished(folder: Path) -> None:
     if not (folder / CONFIG).exists():
         if (folder / NETWORK).exists():
             raise ValueError(f"{folder / CONFIG} is missing: {CONFIG_REMEDY}")
-        if all((folder / name).exists() for name in (SUMMARY, WEIGHTS)):
+        if written_by_fit(folder):
+            found = next((name for name in (WEIGHTS, BEST) if (folder / name).exists()), None)
+            remedy = "continue it with fit(..., resume=True)"
+            if found is not None:
+                remedy = f"give safetensors.torch.load_file('{folder / found}') to its load_state_dict"
             raise ValueError(
-                f"{folder} was written by Trainer.fit, which does not record the network: create the network, and give "
-                f"safetensors.torch.load_file('{folder / WEIGHTS}') to its load_state_dict"
+                f"{folder} was written by Trainer.fit, which does not record the network: create the network, and "
+                f"{remedy}"
             )
         raise ValueError(f"{folder} holds no run: give the folder of one, as `petra train` writes it")
     if missing := [name for name in (SUMMARY, WEIGHTS) if not (folder / name).exists()]:
@@ -111,6 +116,13 @@ def check_finished(folder: Path) -> None:
             f"the run in {folder} has not finished (there is no {missing[0]}): "
             f"`petra train --resume --out {folder}` finishes it"
         )
+
+
+def written_by_fit(folder: Path) -> bool:
+    """Return whether `Trainer.fit` has written the folder, which records neither options nor the network."""
+    if any((folder / name).exists() for name in (CONFIG, NETWORK)):
+        return False
+    return any((folder / name).exists() for name in (METRICS, SUMMARY, CHECKPOINTS))
 
 
 def started_by_this_job(folder: Path) -> bool:

@@ -47,7 +47,7 @@ def summarise(
         "ranks": position.ranks,
         "replicas": position.replicas,
         "schedule": trainer.schedule.name,
-        "staleness": trainer.layout["in_flight"],
+        "staleness": trainer.staleness,
         "corrections": trainer.layout["corrections"],
         "accumulate": config.accumulate,
         "epochs": config.epochs,

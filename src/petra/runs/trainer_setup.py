@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from petra.data import Data, ImageFileData
 from petra.distributed import Transport
 from petra.formatting import counted
 from petra.methods.petra import Petra
@@ -141,8 +142,11 @@ class TrainerSetup:
         )
 
 
-def config_warnings(config: RunConfig, trainer: RunTrainer, batches: int) -> Iterator[str]:
+def config_warnings(config: RunConfig, data: Data, trainer: RunTrainer, batches: int) -> Iterator[str]:
     """Yield one line for each option that is allowed, but seldom intended."""
+    if isinstance(data, ImageFileData) and config.image_size is None:
+        size = data.image_size
+        yield f"images may differ in size, so they are resized to {size}×{size}: --image-size changes this"
     epochs = config.training_epochs(batches)
     if config.warmup_epochs is not None and 0 < epochs <= config.warmup_epochs:
         warmup = f"{counted(config.warmup_epochs, 'epoch')} of warm-up for {epochs:g} of training"
@@ -163,6 +167,7 @@ def _as_options(text: str) -> str:
 
 
 _OPTIONS = {
+    "an optimizer with lr=": "--lr ",
     "corrections=['predict', 'inertia:4']": "--corrections predict,inertia:4",
     "schedule='1f1b'": "--schedule 1f1b",
     "accumulate=": "--accumulate ",

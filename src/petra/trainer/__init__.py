@@ -17,6 +17,7 @@ from petra.trainer.defaults import TrainingDefaults
 from petra.trainer.early_stopping import EarlyStopping
 from petra.trainer.evaluation import Evaluation, evaluate_network
 from petra.trainer.fit import FitResult
+from petra.trainer.interrupts import Interrupted
 from petra.trainer.loop import LoopSettings, TrainingLoop
 from petra.trainer.loss import cross_entropy
 from petra.trainer.stability import StalenessWarning
@@ -28,6 +29,7 @@ __all__ = [
     "EarlyStopping",
     "Evaluation",
     "FitResult",
+    "Interrupted",
     "LoopSettings",
     "StalenessWarning",
     "Trainer",

@@ -10,7 +10,14 @@ from petra.corrections import Correction
 from petra.pipeline import MicrobatchResult, Stage
 from petra.schedule import PipelineSchedule
 from petra.trainer.loss_watch import LossWatch
-from petra.trainer.stability import is_transformer, known_steps, longest_delay, remedies, staleness_warning
+from petra.trainer.stability import (
+    has_attention,
+    is_transformer,
+    known_steps,
+    longest_delay,
+    remedies,
+    staleness_warning,
+)
 
 
 class Advisor:
@@ -21,6 +28,7 @@ class Advisor:
         stages: The stages of this process.
         schedule: The schedule.
         corrections: The corrections of staleness.
+        defaults: Their names, if they were chosen because no optimizer was given.
     """
 
     def __init__(
@@ -29,9 +37,10 @@ class Advisor:
         stages: Sequence[Stage],
         schedule: PipelineSchedule,
         corrections: Sequence[Correction],
+        defaults: Sequence[str] = (),
     ) -> None:
-        self._stages, self._schedule, self._corrections = stages, schedule, corrections
-        self._transformer = is_transformer(network)
+        self._stages, self._schedule, self._corrections, self._defaults = stages, schedule, corrections, defaults
+        self._transformer, self._attention = is_transformer(network), has_attention(network)
         last = next((stage for stage in stages if stage.last), None)
         late = not schedule.exact and longest_delay(schedule)[1] > 0
         self._watch = LossWatch(last) if late and last is not None else None
@@ -43,7 +52,7 @@ class Advisor:
             One sentence, or None.
         """
         optimizers = [stage.optimizer for stage in self._stages]
-        return staleness_warning(optimizers, self._schedule, self._corrections, self._transformer)
+        return staleness_warning(optimizers, self._schedule, self._corrections, self._transformer, self._attention)
 
     def observe(self, results: Sequence[MicrobatchResult]) -> str | None:
         """Take note of losses, and judge them at a few points of the training.
@@ -63,7 +72,8 @@ class Advisor:
             return None
         stage, delay = longest_delay(self._schedule)
         known = known_steps([s.optimizer for s in self._stages])
-        remedy = remedies(max(known, key=lambda steps: steps.effective_lr), self._schedule, self._corrections, 0.25)
+        steps = max(known, key=lambda steps: steps.effective_lr)
+        remedy = remedies(steps, self._schedule, self._corrections, 0.25, self._defaults)
         return (
             f"{verdict}: gradients of stage {stage} are {delay:.3g} updates late; if the network learns with exact "
             f"gradients, {remedy}"

@@ -127,7 +127,8 @@ class EvaluationSums:
         loss, *counts = transport.total(own)
         correct, others, answers, samples = (int(count) for count in counts)
         if answers == 0:
-            raise ValueError("there is nothing to evaluate: the batches are empty, or all their targets are negative")
+            why = "all targets of the test batches are negative" if samples else "there are no test batches"
+            raise ValueError(f"there is nothing to evaluate, because {why}")
         return Evaluation(loss / answers, correct / answers if others == 0 and correct >= 0 else None, samples)
 
 

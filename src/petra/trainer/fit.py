@@ -95,7 +95,11 @@ class Fit(TrainingLoop):
             progress=progress,
             metrics=metrics,
             quiet=quiet,
-            resume_hint="fit(..., resume=True) continues" if out is not None else "there is no folder to continue from",
+            resume_hint=(
+                "nothing is saved: give fit(..., out=FOLDER) to be able to continue"
+                if out is None
+                else f"fit(..., out='{out}', resume=True) continues"
+            ),
         )
 
     def _start(self) -> None:
@@ -125,7 +129,7 @@ class Fit(TrainingLoop):
             **{name: layout[name] for name in ("method", "stages", "schedule", "accumulate", "seed")},
             "ranks": self.transport.position.ranks,
             "replicas": self.transport.position.replicas,
-            "staleness": layout["in_flight"],
+            "staleness": self.trainer.staleness,
             "corrections": layout["corrections"],
             "epochs": self.epoch,
             "steps": self.step,

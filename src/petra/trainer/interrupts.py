@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has written a checkpoint."""
+    """The training was asked to stop by Ctrl-C or SIGTERM, and has written a checkpoint if it has a folder."""
 
 
 @contextmanager

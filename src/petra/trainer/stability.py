@@ -32,10 +32,14 @@ SGD_LIMIT_WITH_INERTIA = 20.0
 """The same with `predict,inertia:4`, which tolerates about ten times the curvature in theory."""
 SGD_START_LIMIT = 4.0
 """The largest lr/(1 - m)·τ of the first updates: without a warm-up."""
-ADAM_LIMIT = 0.3
-"""The largest τ of Adam and AdamW on a transformer: k = 4J loses 0.05 nats, 2J 0.4, J 1.1 (experiments/language)."""
-MUON_LIMIT = 1.0
-"""The largest τ of Muon and SOAP on a transformer: k = J loses 0.035 nats, J/2 0.13, 1 0.6 (experiments/language)."""
+MICROBATCHES_PER_STAGE = {"muon": 2, "adam": 4, "sgd": 4}
+"""The smallest k of a transformer without a warning, as a multiple of the number of stages J (experiments/language).
+
+With Muon, k = 2J loses 0.01 nats, J 0.035 and J/2 0.13; SOAP counts as Muon. With AdamW, 4J loses 0.05 nats, 2J 0.4 and
+J 1.1. SGD was not measured: that it is no better than AdamW is a rule of thumb.
+"""
+LARGEST_ACCUMULATE = 128
+"""The largest k that warnings recommend for SGD; beyond it, only a lower learning rate helps."""
 WARMUP = 200
 """Updates of linear warm-up that are enough in benchmarks/guidance."""
 _FOREVER = 2**62
@@ -111,9 +115,25 @@ def is_transformer(network: nn.Module) -> bool:
     Returns:
         True if it has layers like LayerNorm, RMSNorm or attention, and no batch norm.
     """
-    names = {type(module).__name__.lower() for module in network.modules()}
+    names = _names(network)
     batch_norm = any("batchnorm" in name for name in names)
     return not batch_norm and any("layernorm" in n or "rmsnorm" in n or "attention" in n for n in names)
+
+
+def has_attention(network: nn.Module) -> bool:
+    """Return whether a network has layers that are named after attention.
+
+    Args:
+        network: The network.
+
+    Returns:
+        True if it has.
+    """
+    return any("attention" in name for name in _names(network))
+
+
+def _names(network: nn.Module) -> set[str]:
+    return {type(module).__name__.lower() for module in network.modules()}
 
 
 def longest_delay(schedule: PipelineSchedule) -> tuple[int, float]:
@@ -149,6 +169,7 @@ def staleness_warning(
     schedule: PipelineSchedule,
     corrections: Sequence[Correction],
     transformer: bool,
+    attention: bool = False,
 ) -> str | None:
     """Return a warning if late gradients make divergence likely.
 
@@ -157,6 +178,7 @@ def staleness_warning(
         schedule: The schedule.
         corrections: The corrections of staleness.
         transformer: Whether the network is a transformer.
+        attention: Whether it has attention: for SGD, which also trains other networks with LayerNorm.
 
     Returns:
         One sentence with values and what to change, or None.
@@ -169,18 +191,8 @@ def staleness_warning(
         return None
     steps = max(known, key=lambda found: found.effective_lr)
     late = f"gradients of stage {stage} are {delay:.3g} updates late"
-    if transformer and steps.family in ("adam", "muon"):
-        limit = ADAM_LIMIT if steps.family == "adam" else MUON_LIMIT
-        if delay <= limit:
-            return None
-        name = "Adam" if steps.family == "adam" else "Muon or SOAP"
-        remedy = f"give schedule='1f1b' and accumulate={4 * schedule.stages} (exact gradients), "
-        if steps.family == "adam":
-            remedy += f"Muon and accumulate={2 * schedule.stages}, "
-        return (
-            f"{late}, and with {name} a transformer learns little if they are more than {limit:g} late: {remedy}or "
-            f"accumulate={ceil(schedule.staleness(stage) / limit)}"
-        )
+    if (attention if steps.family == "sgd" else transformer) and (remedy := _transformer_remedy(steps, schedule)):
+        return f"{late}, and transformers learn badly from late gradients: {remedy}"
     if steps.family != "sgd":
         return None
     product = steps.effective_lr * delay
@@ -197,7 +209,28 @@ def staleness_warning(
     )
 
 
-def remedies(steps: Steps, schedule: PipelineSchedule, corrections: Sequence[Correction], factor: float) -> str:
+def _transformer_remedy(steps: Steps, schedule: PipelineSchedule) -> str | None:
+    """Return what to change where a transformer has too few micro-batches per update; None if it has enough."""
+    least = MICROBATCHES_PER_STAGE.get(steps.family)
+    stage, delay = longest_delay(schedule)
+    in_flight = schedule.staleness(stage)
+    depth = in_flight + 1  # in `low-staleness`, the number of stages
+    if least is None or delay <= in_flight / (least * depth):
+        return None
+    muon = f"accumulate={MICROBATCHES_PER_STAGE['muon'] * depth}"
+    choices = muon if steps.family == "muon" else f"Muon and {muon}"
+    if steps.family == "adam":
+        choices += f", accumulate={least * depth} with Adam"
+    return f"give {choices}, or schedule='1f1b' and accumulate={4 * schedule.stages} for exact gradients"
+
+
+def remedies(
+    steps: Steps,
+    schedule: PipelineSchedule,
+    corrections: Sequence[Correction],
+    factor: float,
+    defaults: Sequence[str] = (),
+) -> str:
     """Return what to change where the product of learning rate and delay has to be smaller by a factor.
 
     Args:
@@ -205,6 +238,7 @@ def remedies(steps: Steps, schedule: PipelineSchedule, corrections: Sequence[Cor
         schedule: The schedule.
         corrections: The corrections of staleness.
         factor: The factor, less than 1.
+        defaults: The names of the corrections that are there because no optimizer was given.
 
     Returns:
         A list of alternatives, with values.
@@ -212,8 +246,12 @@ def remedies(steps: Steps, schedule: PipelineSchedule, corrections: Sequence[Cor
     found = []
     if steps.family == "sgd" and steps.momentum > 0 and not _has_inertia(corrections):
         found.append("corrections=['predict', 'inertia:4']")
-    found.append(f"lr={_round_down(steps.lr * factor):g} and a warm-up of {WARMUP} updates")
-    found.append(f"accumulate={ceil(schedule.accumulate / factor)} at the same lr")
+    warm_up = f"an optimizer with lr={_round_down(steps.lr * factor):g} and a warm-up of {WARMUP} updates"
+    if defaults:
+        warm_up += f" (with corrections={list(defaults)}, because a given optimizer has none)"
+    found.append(warm_up)
+    if (k := ceil(schedule.accumulate / factor)) <= LARGEST_ACCUMULATE:
+        found.append(f"accumulate={k} at the same lr")
     return f"give {', '.join(found)}, or schedule='1f1b' for exact gradients"
 
 

@@ -187,10 +187,12 @@ class Trainer:
         self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule, flush_until, position.ranks)
         self.defaults: TrainingDefaults | None = None
         """What is used because no optimizer was given; None if one was."""
+        chosen: tuple[str, ...] = ()
         if optimizer is None:
             self.defaults = TrainingDefaults.choose(network, self.method, self.schedule)
             optimizer, scheduler = self.defaults.make_optimizer, scheduler or self.defaults.make_scheduler
-            corrections = self.defaults.corrections if corrections is None else corrections
+            if corrections is None:
+                corrections = chosen = self.defaults.corrections
         check_storage(((layer, storage_of(layer)) for layer in network), self.method)
         self.corrections = choose_corrections(() if corrections is None else corrections, self.method, self.schedule)
         self.network = network
@@ -277,7 +279,8 @@ class Trainer:
         for stage in built:
             stage.free_gradients = free_gradients and self.executor.capture is None
         advised = self.method.stale and position.is_main and self.device.type != "meta"  # one process warns
-        self._advisor = Advisor(network, built, self.schedule, self.corrections) if advised else None
+        watched = network, built, self.schedule, self.corrections
+        self._advisor = Advisor(*watched, chosen) if advised else None
         if self._advisor is not None and (text := self._advisor.before_training()):
             self._warn(text)
 
@@ -304,8 +307,11 @@ class Trainer:
 
     @property
     def staleness(self) -> list[int]:
-        """The number of micro-batches between forward and backward of each stage, in a full pipeline."""
-        return list(self.layout["in_flight"])
+        """The micro-batches that change each stage between a forward and its backward, in a full pipeline.
+
+        0 for schedules with exact gradients.
+        """
+        return [0 if self.schedule.exact else n for n in self.layout["in_flight"]]
 
     @property
     def last_loss(self) -> float | None:
@@ -414,7 +420,7 @@ class Trainer:
                 training, bit for bit.
             from_checkpoint: With `resume`, the number of the checkpoint to continue from; None for the last one. Newer
                 checkpoints no longer count, and are replaced.
-            early_stopping: End when the test accuracy stops improving; a number is the patience in evaluations.
+            early_stopping: End when the metric `monitor` stops improving; a number is the patience in evaluations.
             monitor: The metric that decides which weights are the best: `"accuracy"` or `"loss"`. By default, the test
                 accuracy where it is known, else the loss.
             callbacks: Objects of `petra.Callback`, called at the events of the training.
