@@ -1,8 +1,8 @@
 """Calls commands with random options, and checks that each ends with a result or with one line that says what is wrong.
 
 Nothing is trained: a training ends before its first micro-batch, and no ranks are started.
-`python tests/soak/options.py --trials 500` prints the
-calls that ended with a traceback, a bare exception or several lines.
+`python tests/soak/options.py --trials 500` prints the calls that ended with a traceback, a bare exception or several
+lines.
 """
 
 from __future__ import annotations
