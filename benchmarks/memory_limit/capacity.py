@@ -111,7 +111,7 @@ def main() -> None:
     device, sizes = torch.device(options.device), dict(MODELS[options.model])
     if options.smoke:
         sizes, unit, options.limits = SMALL, 1, [0.0015]
-        options.ways = ["backprop", "full checkpointing", "reversible"]
+        options.ways = ["backprop", "reversible"]
     sizes["batch"] = options.batch_size
     rows: dict[str, list[int]] = {}
     for way in options.ways:

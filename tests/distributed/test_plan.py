@@ -332,22 +332,22 @@ def test_the_command_plans_and_measures(tmp_path, capfd, monkeypatch):
 def test_numbers_in_flight_are_chosen_for_slow_links(tmp_path, capfd, monkeypatch):
     fork(monkeypatch)
     file = tmp_path / "plan.json"
-    slow = ["--latency", "10000", "--bandwidth", "1", "--stages", "1,1,2", "--memory-limit", "100"]
+    slow = ["--latency", "100", "--bandwidth", "1", "--stages", "1,1,2", "--memory-limit", "100"]
     code = main(["plan", *TINY, "--ranks", "2", "--ticks", "2", *slow, "--json", str(file)])
     printed, said = capfd.readouterr()
     assert code == 0, said
     result = json.loads(file.read_text())
     chosen, low, lock = result["in_flight"]
     assert [row["schedule"] for row in (chosen, low, lock)] == ["chosen", "low-staleness", "lock-step"]
-    assert low["throughput"] < lock["throughput"] < 0.01 < 0.94 < chosen["throughput"]
-    assert chosen["in_flight"][0] > 20 / chosen["tick"] / 1.5
+    assert low["throughput"] < lock["throughput"] < 0.6 < 0.94 < chosen["throughput"]
+    assert chosen["in_flight"][0] > 0.2 / chosen["tick"] / 1.5
     assert chosen["in_flight"][0] - chosen["in_flight"][1] == 1  # on the same rank
     assert chosen["delays"] == chosen["in_flight"]
     assert result["plan"]["tick"] == pytest.approx(chosen["tick"])
     assert result["measured"] is None
     numbers = ",".join(map(str, chosen["in_flight"]))
     assert f"to train with: --method petra --schedule {numbers} --ranks 2 --stages 1,1,2" in printed
-    assert "links of 10000 ms and 1 Gbit/s, messages of up to" in printed
+    assert "links of 100 ms and 1 Gbit/s, messages of up to" in printed
 
 
 def fork(monkeypatch):

@@ -37,7 +37,7 @@ def gradients(network, x):
 
 
 def operations(graphs):
-    return [[node.name for node in graph.graph.nodes if node.op.startswith("call")] for graph in graphs]
+    return [[node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler

@@ -87,6 +87,8 @@ def random_arguments(command: str, chance: random.Random, place: Path, number: i
             words += [_value(action, chance) for _ in range(several)]
     if "--data" in names and chance.random() < 0.7:
         words += NETWORK
+    elif "--depths" in names:
+        words += NETWORK[2:6]  # the default network takes long
     if "--no-run" in names:
         words.append("--no-run")
     return [word.format(tmp=place, n=number) if "{tmp}" in word else word for word in words]

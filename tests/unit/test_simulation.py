@@ -333,8 +333,10 @@ def test_messages_count_at_their_sender_and_their_receiver(up, down):
 def test_memory_is_never_negative(cycle, data, cluster):
     own = st.builds(StageCosts, forward=seconds, backward=seconds, saved_bytes=seconds, forward_bytes=seconds)
     stages = data.draw(st.lists(own, min_size=cycle.stages, max_size=cycle.stages))
-    _, _, size = simulate(cycle, stages, cluster).trace.memory()
-    assert (size >= -1e-6).all()
+    workers, times, size = simulate(cycle, stages, cluster).trace.memory()
+    # Of changes at the same moment, only the sum counts: operations may take no time.
+    last = np.append((np.diff(workers) != 0) | (np.diff(times) != 0), True)
+    assert (size[last] >= -1e-6).all()
 
 
 def test_thousands_of_workers_need_few_steps():
