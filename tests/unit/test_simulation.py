@@ -222,7 +222,8 @@ def test_slow_pipelines_have_the_period_of_the_simulation(ranks, data):
     assert pipeline.limit * (1 - 1e-6) <= found <= pipeline.period(adapted) * (1 + 1e-6)
     assert pipeline.period(adapted) <= pipeline.limit / keep * (1 + 1e-6)
     if len(placement) == ranks:
-        spread = [n + data.draw(st.integers(0, 2)) * s for n, s in zip(adapted, reversed(range(ranks)), strict=True)]
+        more = data.draw(st.integers(0, 2))
+        spread = [n + more * s for n, s in zip(adapted, reversed(range(ranks)), strict=True)]
         # The announcements of receives, of which the simulation knows nothing, may only make it slower.
         assert per_microbatch(spread, stages, latency, placement, bandwidth) <= pipeline.period(spread) * (1 + 1e-6)
         free = replace(pipeline, latency=0.0, up_bytes=[0.0] * len(up), down_bytes=[0.0] * len(down))
