@@ -1,4 +1,4 @@
-"""What rounded messages cost: losses of short trainings, and errors of gradients, for every codec.
+"""Losses of short trainings and errors of gradients with rounded messages, for every codec.
 
     python benchmarks/slow_links/losses.py --jobs 2
     python benchmarks/slow_links/losses.py --smoke

@@ -34,7 +34,7 @@ FILL = 2
 
 @dataclass
 class Work:
-    """What all ranks measure."""
+    """The sizes, pipelines and links of a measurement, the same on all ranks."""
 
     ranks: int
     compute_ms: float | None

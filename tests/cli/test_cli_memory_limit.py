@@ -3,10 +3,16 @@
 import json
 
 import pytest
+import torch
 from helpers.commands import SMALL
 
 from petra.cli.main import main
+from petra.runs.config import RunConfig
+from petra.runs.fit_run import _Steps
+from petra.runs.trained_network import NetworkSpec
+from petra.runs.trainer_setup import TrainerSetup
 
+NETWORK = {"model": "revnet18", "width": 2, "depths": (1, 1), "batch_size": 4, "epochs": 1}
 REVERSIBLE = [*SMALL, "--method", "reversible", "--epochs", "1", "--batch-size", "20", "--device", "cpu"]
 
 
@@ -73,3 +79,15 @@ def test_storages_give_the_same_training(tmp_path):
         losses.append(json.loads((tmp_path / str(index) / "summary.json").read_text())["test_loss"])
         assert config(tmp_path / str(index))["storage"] == [storage]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_parts_of_a_batch_train_the_same_network():
+    """Also after the whole batch has followed its parts, as when the best plans are measured again."""
+    config = RunConfig.from_options(None, {**NETWORK, "data": "synthetic:1x8x8:3:40", "method": "reversible"})
+    data = config.load_data()
+    setup = TrainerSetup(config, NetworkSpec.of(config, data), 1, torch.device("cpu"), {}, False)
+    x, y = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
+    steps = _Steps(config, setup, x, y)
+    for parts in (1, 2, 1):
+        steps.run(parts)
+        assert steps._trainer.network is steps.network

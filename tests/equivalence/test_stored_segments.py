@@ -55,7 +55,7 @@ def test_stored_layers_train_as_reconstructed_ones(data):
 
 
 def test_stored_layers_keep_their_activations():
-    """What a stage keeps for a micro-batch in flight grows, so that nothing is computed twice."""
+    """A stored layer computes its forward pass once, and a reconstructed one twice."""
     count = {}
     for storages in ([], MIXED, ["store"] * 6):
         trainer = make(network(*storages), method="reversible", stages=2, schedule="gpipe", accumulate=4)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import petra
-from petra.memory import StepCost, allocated_bytes, fit, search_plan
+from petra.memory import PlanSearch, StepCost, allocated_bytes, fit
 from petra.memory.plan_cache import cache_folder
 from petra.memory.step_cost import cpu_peak
 from petra.reversible.storage import storage_of
@@ -180,7 +180,7 @@ class Costs:
 
 
 def search(costs, limit, max_parts=1):
-    return search_plan(
+    found = PlanSearch(
         costs.network,
         limit,
         costs.step,
@@ -188,9 +188,9 @@ def search(costs, limit, max_parts=1):
         allocated=lambda: 0,
         storages=("selective", "store"),
         max_parts=max_parts,
-        cache=False,
         quiet=True,
     )
+    return found.run(cache=False)
 
 
 @given(COST, COST, st.integers(0, 400))

@@ -1,4 +1,4 @@
-"""What layers store for their backward pass: every mixture has the gradients of plain autograd."""
+"""Storages of layers: every mixture has the gradients of plain autograd."""
 
 import copy
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a process does when the one that started it is killed."""
+"""Processes whose parent is killed: a stopped rank continues, and ends."""
 
 from __future__ import annotations
 

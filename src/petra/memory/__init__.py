@@ -5,7 +5,7 @@ one step, `upgrades.py` puts changes of storage into an order, `memory_plan.py` 
 results for the next time. What the storages mean is in `petra.reversible.storage`.
 """
 
-from petra.memory.fit import COMPILED, EAGER, allocated_bytes, fit_memory, search_plan
+from petra.memory.fit import COMPILED, EAGER, PlanSearch, allocated_bytes, fit_memory
 from petra.memory.memory_plan import DoesNotFit, MeasuredPlan, MemoryPlan
 from petra.memory.step_cost import StepCost
 
@@ -15,8 +15,8 @@ __all__ = [
     "DoesNotFit",
     "MeasuredPlan",
     "MemoryPlan",
+    "PlanSearch",
     "StepCost",
     "allocated_bytes",
     "fit_memory",
-    "search_plan",
 ]

@@ -85,7 +85,7 @@ def fit_memory(
         for p in inspect.signature(step).parameters.values()
     )
     with _restored(network, optimizer, device), _explained(splits):
-        return search_plan(
+        search = PlanSearch(
             network,
             parse_bytes(limit),
             step if splits else lambda parts: step(),
@@ -93,9 +93,9 @@ def fit_memory(
             allocated=lambda: allocated_bytes(network, [] if optimizer is None else [optimizer]),
             storages=(COMPILED if compiled else EAGER) if storages is None else tuple(storages),
             max_parts=max_parts if splits else 1,
-            cache=cache,
             quiet=quiet,
         )
+        return search.run(cache)
 
 
 @contextmanager
@@ -105,47 +105,6 @@ def _explained(splits: bool) -> Iterator[None]:
     except DoesNotFit as error:
         hint = "" if splits else ", or let the step take a number of parts to split the batch into"
         raise DoesNotFit(f"{error}{hint}") from error
-
-
-def search_plan(
-    network: Network,
-    limit: int,
-    step: Callable[[int], object],
-    device: torch.device,
-    *,
-    allocated: Callable[[], int],
-    storages: Storages,
-    max_parts: int,
-    cache: bool,
-    quiet: bool,
-) -> MemoryPlan:
-    """Find the fastest training step whose peak memory stays under a limit, and set the storages of the network.
-
-    Args:
-        network: The network.
-        limit: The bytes.
-        step: A training step, with a batch in so many parts.
-        device: The device.
-        allocated: Returns the bytes of weights, gradients and optimizer state.
-        storages: The storages to try.
-        max_parts: The largest number of parts.
-        cache: Use and keep plans.
-        quiet: Show no progress bar.
-
-    Returns:
-        The plan.
-    """
-    before = [storage_of(layer) for layer in network]
-    search = _Search(network, limit, step, device, allocated, storages, max_parts, quiet)
-    try:
-        plan = search.run(cache)
-    except BaseException:
-        _reset_storage(network, before)
-        raise
-    finally:
-        search.bar.close()
-    network.use_storage(*plan.storages)
-    return plan
 
 
 def _reset_storage(network: Network, storages: Sequence[str | None]) -> None:
@@ -166,8 +125,19 @@ class _Group:
     others: Storages
 
 
-class _Search:
-    """The measurements of one call."""
+class PlanSearch:
+    """A search for the fastest training step whose peak memory stays under a limit.
+
+    Args:
+        network: The network.
+        limit: The bytes.
+        step: A training step, with a batch in so many parts.
+        device: The device.
+        allocated: Returns the bytes of weights, gradients and optimizer state.
+        storages: The storages to try.
+        max_parts: The largest number of parts.
+        quiet: Show no progress bar.
+    """
 
     def __init__(
         self,
@@ -175,6 +145,7 @@ class _Search:
         limit: int,
         step: Callable[[int], object],
         device: torch.device,
+        *,
         allocated: Callable[[], int],
         storages: Storages,
         max_parts: int,
@@ -184,10 +155,29 @@ class _Search:
         self._step, self._allocated, self._max_parts = step, allocated, max_parts
         self._groups = list(_groups(network, storages))
         self._measured: dict[tuple[Storages, int], MeasuredPlan] = {}
-        self.bar = tqdm(desc="fitting memory", unit=" plans", disable=quiet or not sys.stderr.isatty(), leave=False)
+        self._bar = tqdm(desc="fitting memory", unit=" plans", disable=quiet or not sys.stderr.isatty(), leave=False)
 
     def run(self, cache: bool) -> MemoryPlan:
-        """Return the plan for the limit."""
+        """Find the plan, and set the storages of the network.
+
+        Args:
+            cache: Use and keep plans.
+
+        Returns:
+            The plan.
+        """
+        before = [storage_of(layer) for layer in self.network]
+        try:
+            plan = self._find(cache)
+        except BaseException:
+            _reset_storage(self.network, before)
+            raise
+        finally:
+            self._bar.close()
+        plan.apply(self.network)
+        return plan
+
+    def _find(self, cache: bool) -> MemoryPlan:
         least = self._least()
         parts = 1
         cost = self._measure(least, parts)
@@ -277,8 +267,8 @@ class _Search:
             self.network.use_storage(*storages)
             cost = measure_step(lambda: self._step(parts), self.device, self._allocated)
             plan = self._measured[storages, parts] = MeasuredPlan(storages, parts, cost)
-            self.bar.update()
-            self.bar.set_postfix_str(plan.describe() + (f", {memory_size(cost.peak)}" if cost else ", out of memory"))
+            self._bar.update()
+            self._bar.set_postfix_str(plan.describe() + (f", {memory_size(cost.peak)}" if cost else ", out of memory"))
         return self._measured[storages, parts].cost
 
     def _measure_finalists(self) -> None:

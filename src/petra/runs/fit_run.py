@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_map_only
 
 from petra.data import Data, close_batches
 from petra.distributed import SingleProcess
-from petra.memory import COMPILED, EAGER, MemoryPlan, allocated_bytes, search_plan
+from petra.memory import COMPILED, EAGER, MemoryPlan, PlanSearch, allocated_bytes
 from petra.reversible.module_state import normalisations
 from petra.reversible.storage import shorten_storages
 from petra.runs.config import RunConfig
 from petra.runs.trained_network import NetworkSpec
-from petra.runs.trainer_setup import RunTrainer, TrainerSetup
+from petra.runs.trainer_setup import TrainerSetup
 
 MAX_PARTS = 16
 
@@ -63,7 +63,7 @@ def fit_run(
     steps = _Steps(config, TrainerSetup(config, NetworkSpec.of(config, data), len(batches), device, files, False), x, y)
     # Parts of a batch have other batch statistics.
     may_split = split and not normalisations([steps.network])
-    plan = search_plan(
+    search = PlanSearch(
         steps.network,
         limit,
         steps.run,
@@ -71,9 +71,9 @@ def fit_run(
         allocated=steps.allocated,
         storages=COMPILED if config.compile else tuple(s for s in EAGER if s == "store"),
         max_parts=gcd(config.batch_size, MAX_PARTS) if may_split else 1,
-        cache=True,
         quiet=quiet,
     )
+    plan = search.run(cache=True)
     return steps.with_parts(plan.parts, plan.storages), plan
 
 
@@ -83,7 +83,7 @@ class _Steps:
     def __init__(self, config: RunConfig, setup: TrainerSetup, x: Any, y: Any) -> None:
         self._config, self._setup, self._x, self._y = config, setup, x, y
         self._parts = 1
-        self._trainer = self._build(1)
+        self._trainer = setup.build(SingleProcess(setup.device), config.stages, config.schedule)
         self.network = self._trainer.network
 
     def with_parts(self, parts: int, storages: tuple[str, ...] = ()) -> RunConfig:
@@ -100,7 +100,7 @@ class _Steps:
         """Make one update."""
         if parts != self._parts:
             self._parts = parts
-            self._trainer = self._build(parts)
+            self._trainer = replace(self._setup, config=self.with_parts(parts)).trainer_of(self.network)
         trainer = self._trainer
         for stage in trainer.stages:
             stage.layers.find_segments()
@@ -112,14 +112,6 @@ class _Steps:
         return allocated_bytes(
             self.network, [stage.optimizer for stage in self._trainer.stages if stage.optimizer is not None]
         )
-
-    def _build(self, parts: int) -> RunTrainer:
-        config = self.with_parts(parts)
-        setup = replace(self._setup, config=config)
-        transport = SingleProcess(self._setup.device)
-        if parts == 1:
-            return setup.build(transport, config.stages, config.schedule)
-        return setup.trainer(self.network, transport, config.stages, config.schedule)
 
 
 def _part(batch: Any, index: int, parts: int) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from petra.data import Data, ImageFileData
-from petra.distributed import Transport
+from petra.distributed import SingleProcess, Transport
 from petra.formatting import counted
 from petra.methods.petra import Petra
 from petra.optim import hidden_matrices
@@ -90,32 +90,30 @@ class TrainerSetup:
             network.use_storage(*expand_storages(config.storage))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotReversibleWarning)  # `config_warnings` says it
-            return self.trainer(network, transport, stages, schedule, placement, cuda_graph, flush_until)
+            return self._trainer(network, transport, stages, schedule, placement, cuda_graph, flush_until)
 
-    def trainer(
+    def trainer_of(self, network: Network) -> RunTrainer:
+        """Build another trainer of a network that `build` has made, in one process.
+
+        Args:
+            network: The network.
+
+        Returns:
+            The trainer.
+        """
+        stages, schedule = self.config.stages, self.config.schedule
+        return self._trainer(network, SingleProcess(self.device), stages, schedule, None, False, None)
+
+    def _trainer(
         self,
         network: Network,
         transport: Transport,
         stages: int | Sequence[int],
         schedule: str | Sequence[int] | None,
-        placement: Sequence[int] | None = None,
-        cuda_graph: bool | None = False,
-        flush_until: int | None = None,
+        placement: Sequence[int] | None,
+        cuda_graph: bool | None,
+        flush_until: int | None,
     ) -> RunTrainer:
-        """Build a trainer of a network.
-
-        Args:
-            network: The network.
-            transport: Connects it with other ranks.
-            stages: The number of stages, or the layers of each.
-            schedule: The schedule of a pipelined method.
-            placement: The rank of each stage.
-            cuda_graph: Whether to capture ticks; None decides by the device.
-            flush_until: The number of first updates with exact gradients.
-
-        Returns:
-            The trainer.
-        """
         config = self.config
         return RunTrainer(
             network,
