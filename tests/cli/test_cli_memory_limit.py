@@ -12,7 +12,7 @@ from petra.runs.fit_run import _Steps
 from petra.runs.trained_network import NetworkSpec
 from petra.runs.trainer_setup import TrainerSetup
 
-NETWORK = {"model": "revnet18", "width": 2, "depths": (1, 1), "batch_size": 4, "epochs": 1}
+NETWORK = {"model": "revnet18", "model_options": {"width": 2, "depths": [1, 1]}, "batch_size": 4, "epochs": 1}
 REVERSIBLE = [*SMALL, "--method", "reversible", "--epochs", "1", "--batch-size", "20", "--device", "cpu"]
 
 
