@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import faulty_petra, fork_server
-from helpers.forked_jobs import FORKED, torchrun
+from helpers.forked_jobs import ForkFromHere, torchrun
 from torch.distributed import TCPStore
 
 from petra.cli.main import main
@@ -75,7 +75,7 @@ def start_with_pipe(target, *arguments):
 
 def launcher_main(is_main, arguments, fault, patience):
     speak_into(is_main, fault)
-    launch.PATIENCE, launch.subprocess = patience, FORKED
+    launch.PATIENCE, launch.ForkServer = patience, ForkFromHere
     sys.exit(faulty_petra.main(arguments))
 
 
@@ -281,33 +281,28 @@ def state(pid):
 class TestLauncher:
     """Stopping while processes are still being started; every one of them is stopped."""
 
+    def launch(self, start, processes):
+        return launch._launch(launch.Launcher(start, processes, 1, None))
+
     @pytest.mark.parametrize("number", [0, 1])
-    def test_asked_to_stop_while_one_is_being_started(self, number, monkeypatch, capfd):
+    def test_asked_to_stop_while_one_is_being_started(self, number, capfd):
         started = []
 
-        def start(command, **options):
+        def start(variables):
             started.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
             if len(started) == number + 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return started[-1]
 
-        with monkeypatch.context() as patch:
-            patch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
-            assert launch.launch_ranks([], 2) == 130
+        assert self.launch(start, 2) == 130
         assert [process.returncode for process in started] == [-signal.SIGTERM] * (number + 1)
         assert (
             capfd.readouterr().err == "petra: stopped; --resume continues from the last checkpoint, if there is one\n"
         )
 
-    def test_the_worst_exit_code_counts(self, monkeypatch, capfd):
+    def test_the_worst_exit_code_counts(self, capfd):
         codes = iter([1, 2, 0])
-
-        def start(command, **options):
-            return subprocess.Popen(["sh", "-c", f"exit {next(codes)}"], **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
-            assert launch.launch_ranks([], 3) == 2
+        assert self.launch(lambda variables: subprocess.Popen(["sh", "-c", f"exit {next(codes)}"]), 3) == 2
         assert capfd.readouterr().err == ""
 
     def test_the_others_have_time_to_say_why(self):

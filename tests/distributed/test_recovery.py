@@ -6,11 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from helpers import fork_server
-from helpers.forked_jobs import FORKED
+from helpers.forked_jobs import ForkFromHere
 
 from petra.distributed import Recovery, launch
 from petra.distributed.launch import Launcher
@@ -38,7 +37,7 @@ def job(arguments, fault, log):
     from petra.cli.main import main
 
     os.environ.update({"OMP_NUM_THREADS": "1", "PETRA_FAULT": fault})
-    launch.subprocess = FORKED
+    launch.ForkServer = ForkFromHere
     with open(log, "w") as file:
         os.dup2(file.fileno(), 2)
     sys.exit(main([*SMALL, *map(str, arguments)]))
@@ -103,15 +102,14 @@ def test_a_lost_replica_gets_its_weights_from_its_twin(tmp_path):
 class TestLauncher:
     """The decisions of the launcher, with processes that do nothing."""
 
-    def launcher(self, monkeypatch, script, processes=2, replicas=1, **recovery):
-        def start(command, env, start_new_session):
-            return subprocess.Popen(["sh", "-c", script], env=env)
+    def launcher(self, script, processes=2, replicas=1, **recovery):
+        def start(variables):
+            return subprocess.Popen(["sh", "-c", script], env={**os.environ, **variables})
 
-        monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
-        return Launcher([], processes, replicas, Recovery(**recovery))
+        return Launcher(start, processes, replicas, Recovery(**recovery))
 
     def test_a_job_without_progress_ends(self, monkeypatch, capfd):
-        launcher = self.launcher(monkeypatch, 'if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi')
+        launcher = self.launcher('if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi')
         monkeypatch.setattr(launch, "PATIENCE", 0.1)
         monkeypatch.setattr(launch, "LOSS_WINDOW", 0.0)
         assert launcher.run() == 1
@@ -121,7 +119,7 @@ class TestLauncher:
         assert "the job ends, because it has lost processes 4 times without progress; --resume continues" in said
 
     def test_a_job_that_makes_progress_between_losses_goes_on(self, monkeypatch, capfd):
-        launcher = self.launcher(monkeypatch, "exit 0")
+        launcher = self.launcher("exit 0")
         monkeypatch.setattr(launch, "LOSS_WINDOW", 0.0)
         membership = Membership(launcher._store, 0)
         for progress in (30, 60, 20, 50, 40):  # less where all have started again from a checkpoint
@@ -131,7 +129,7 @@ class TestLauncher:
         assert "lost processes 4 times without progress" in capfd.readouterr().err
 
     def test_who_ends_after_the_work_is_not_lost(self, monkeypatch, capfd):
-        launcher = self.launcher(monkeypatch, 'if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi')
+        launcher = self.launcher('if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi')
         monkeypatch.setattr(launch, "PATIENCE", 0.1)
         launcher._store.set(DONE, "")
         assert launcher.run() == 1
@@ -140,15 +138,15 @@ class TestLauncher:
 
     def test_without_replacements_and_with_too_few_processes_for_the_replicas_it_ends(self, monkeypatch, capfd):
         script = 'if [ "$RANK" = 0 ]; then exec sleep 1; else kill -9 $$; fi'
-        launcher = self.launcher(monkeypatch, script, replicas=2, replacements=0)
+        launcher = self.launcher(script, replicas=2, replacements=0)
         monkeypatch.setattr(launch, "PATIENCE", 0.1)
         assert launcher.run() == 1
         launcher.kill_all()
         assert "no process can take over" in capfd.readouterr().err
 
-    def test_a_spare_that_is_used_is_replaced_by_a_new_one(self, monkeypatch, capfd):
+    def test_a_spare_that_is_used_is_replaced_by_a_new_one(self, capfd):
         script = 'if [ "$RANK" = 1 ]; then kill -9 $$; else exec sleep 0.5; fi'
-        launcher = self.launcher(monkeypatch, script, spares=1, replacements=1)
+        launcher = self.launcher(script, spares=1, replacements=1)
         assert launcher.run() == 0
         launcher.kill_all()
         assert launcher._roster.members == (0, 2)
@@ -157,7 +155,7 @@ class TestLauncher:
 
     def test_a_process_that_is_set_aside_is_used_later(self, monkeypatch, capfd):
         script = 'case "$RANK" in 0) sleep 0.5; kill -9 $$;; 1) kill -9 $$;; *) exec sleep 1;; esac'
-        launcher = self.launcher(monkeypatch, script, processes=4, replicas=2, replacements=0)
+        launcher = self.launcher(script, processes=4, replicas=2, replacements=0)
         monkeypatch.setattr(launch, "LOSS_WINDOW", 0.0)
         assert launcher.run() == 0
         launcher.kill_all()
@@ -167,7 +165,7 @@ class TestLauncher:
         assert launcher._roster.members == (3, 2)
 
     def test_a_process_is_started_for_a_suspect_and_ended_when_that_comes_back(self, monkeypatch):
-        launcher = self.launcher(monkeypatch, "exec sleep 100", replacements=3)
+        launcher = self.launcher("exec sleep 100", replacements=3)
         launcher._start(), launcher._start()
         membership = Membership(launcher._store, 0)
         try:
@@ -188,7 +186,7 @@ class TestLauncher:
             launcher.kill_all()
 
     def test_a_process_that_was_started_for_a_suspect_takes_its_place(self, monkeypatch, capfd):
-        launcher = self.launcher(monkeypatch, "exec sleep 100", replacements=3)
+        launcher = self.launcher("exec sleep 100", replacements=3)
         launcher._start(), launcher._start()
         membership = Membership(launcher._store, 0)
         try:
@@ -207,13 +205,13 @@ class TestLauncher:
         finally:
             launcher.kill_all()
 
-    def test_an_error_of_a_process_is_not_a_loss(self, monkeypatch, capfd):
-        launcher = self.launcher(monkeypatch, 'if [ "$RANK" = 0 ]; then exit 2; else exit 1; fi')
+    def test_an_error_of_a_process_is_not_a_loss(self, capfd):
+        launcher = self.launcher('if [ "$RANK" = 0 ]; then exit 2; else exit 1; fi')
         assert launcher.run() == 2
         assert capfd.readouterr().err == ""
 
     def test_after_a_signal_nothing_is_replaced(self, monkeypatch, capfd):
-        launcher = self.launcher(monkeypatch, "exec sleep 100")
+        launcher = self.launcher("exec sleep 100")
         monkeypatch.setattr(launch, "PATIENCE", 0.1)
         start = launcher._start
 

@@ -8,14 +8,28 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
+
+
+class ForkFromHere:
+    """Stands for `petra.distributed.fork_server.ForkServer`; processes are forked from this one."""
+
+    def __init__(self, module, arguments):
+        self._arguments = arguments
+
+    def start(self, variables):
+        return ForkedProcess(self._arguments, variables)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
 
 
 class ForkedProcess:
-    """Stands for `subprocess.Popen`, for a command `python -m module arguments…`."""
+    """Stands for `subprocess.Popen`."""
 
-    def __init__(self, command, env, start_new_session):
-        arguments = command[command.index("-m") + 2 :]
+    def __init__(self, arguments, env):
         self._process = multiprocessing.get_context("fork").Process(target=_main, args=(arguments, env))
         self._process.start()
         self.pid = self._process.pid
@@ -53,10 +67,7 @@ def torchrun(*arguments):
 
     def start(args, env, stdout, stderr, start_new_session):
         assert stdout is stderr is None
-        return ForkedProcess(args, env, start_new_session)
+        return ForkedProcess(args[args.index("-m") + 2 :], env)
 
     subprocess_handler.Popen = start
     run.main(arguments)
-
-
-FORKED = SimpleNamespace(Popen=ForkedProcess)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,11 +111,12 @@ class Attempt:
         found = self.processes()
         if target == "launcher" or (self.job.processes == 1 and target == "process 0"):
             return self.process.pid if self.process.pid in found else None
-        parents = {pid for pid, (parent, _) in found.items() if parent == self.process.pid}
+        children = {pid: rank for pid, (parent, rank) in found.items() if parent == self.process.pid}
+        parents = {self.process.pid, *(pid for pid, rank in children.items() if not rank)}  # also the fork server
         for pid, (parent, rank) in found.items():
-            if target == "worker" and parent == self.process.pid:
+            if target == "worker" and pid in children:
                 return pid
-            if target == f"process {rank}" and pid in parents:
+            if target == f"process {rank}" and parent in parents:
                 return pid
         return None
 
@@ -129,8 +131,10 @@ class Attempt:
                 if variables.get(MARK.encode(), b"").decode() != self.name:
                     continue
                 state, parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+                forked = re.fullmatch(r"petra-(\d+)", (path / "comm").read_text().strip())
+                rank = forked[1] if forked else variables.get(b"RANK", b"").decode()
                 if state != "Z":
-                    found[int(path.name)] = int(parent), variables.get(b"RANK", b"").decode()
+                    found[int(path.name)] = int(parent), rank
         self.seen |= found.keys()
         return found
 

@@ -6,20 +6,26 @@ import os
 import re
 import socket
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from soak.jobs import Attempt
 
+LISTENS = "0A"
+"""The state of a socket that waits for connections, in the tables of Linux."""
+
 
 def store_ports(attempt: Attempt) -> set[int]:
-    """Return the ports of the stores at which the processes of a job meet."""
+    """Return the ports of the stores at which the processes of a job meet: those at which the launcher listens."""
+    pid = attempt.process.pid
     found = set()
-    for pid in attempt.processes():
-        try:
-            variables = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        found |= {int(text.split(b"=")[1]) for text in variables if text.startswith(b"MASTER_PORT=")}
+    with suppress(OSError):  # it has ended
+        sockets = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                address, state, inode = (line.split()[column] for column in (1, 3, 9))
+                if state == LISTENS and f"socket:[{inode}]" in sockets:
+                    found.add(int(address.split(":")[1], 16))
     return found
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from petra.distributed.fork_server import ForkServer, StartedProcess
 from petra.distributed.membership import (
     DONE,
     MEMBER,
@@ -74,7 +73,12 @@ def launch_ranks(
     Returns:
         0, or the largest exit code of the processes.
     """
-    launcher = Launcher([sys.executable, "-m", module, *arguments], processes, replicas, recovery)
+    with ForkServer(module, arguments) as server:
+        return _launch(Launcher(server.start, processes, replicas, recovery))
+
+
+def _launch(launcher: Launcher) -> int:
+    """Run the processes; they get the signals of this process, and none is left."""
     handlers: dict[int, Any] = {n: signal.signal(n, launcher.stop) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         return launcher.run()
@@ -88,16 +92,22 @@ class Launcher:
     """The processes of one job.
 
     Args:
-        command: The command of every process.
+        start: Starts a process with the given environment variables beside those of this process.
         processes: The number of processes.
         replicas: The number of replicas that they form.
         recovery: What happens when a process is lost; None ends the job.
     """
 
-    def __init__(self, command: Sequence[str], processes: int, replicas: int, recovery: Recovery | None) -> None:
-        self._command, self._replicas, self._recovery = list(command), replicas, recovery
+    def __init__(
+        self,
+        start: Callable[[Mapping[str, str]], StartedProcess],
+        processes: int,
+        replicas: int,
+        recovery: Recovery | None,
+    ) -> None:
+        self._start_process, self._replicas, self._recovery = start, replicas, recovery
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._started: list[subprocess.Popen[bytes]] = []  # by the number of the process
+        self._started: list[StartedProcess] = []  # by the number of the process
         self._roster = Roster(0, tuple(range(processes)))
         self._spares: list[int] = []
         self._early: list[int] = []  # those of them that were started because of a suspicion
@@ -148,7 +158,6 @@ class Launcher:
         """Start the next process, for the position of a lost one, and return its number."""
         number, processes = len(self._started), len(self._roster.members)
         variables = {
-            **os.environ,
             "RANK": str(number),
             "LOCAL_RANK": str(number % processes if slot is None else slot),
             "WORLD_SIZE": str(processes),
@@ -161,8 +170,7 @@ class Launcher:
             variables[MEMBER] = str(number)
             if number not in self._roster.members or self._roster.generation > 0:
                 variables[REPLACEMENT] = "1"
-        # In its own session, so that Ctrl-C reaches it once, through this process.
-        self._started.append(subprocess.Popen(self._command, env=variables, start_new_session=True))  # noqa: S603
+        self._started.append(self._start_process(variables))
         return number
 
     def _wait(self) -> None:
