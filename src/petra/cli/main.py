@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None, *, module: str = "petra") -> in
     Returns:
         The exit code.
     """
-    # Read when PyTorch is imported. Its warnings of C++ code, such as those of the profiler, tell a user nothing.
+    # PyTorch reads this when it is imported. Warnings of its C++ code, such as the profiler's, do not help users.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = build_parser()

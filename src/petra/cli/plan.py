@@ -163,7 +163,7 @@ def report(
     return "\n".join(
         [
             *lines,
-            *([] if in_flight is None else ["", *_links(config, plan, in_flight)]),
+            *([] if in_flight is None else ["", *_in_flight_table(config, plan, in_flight)]),
             "",
             f"to train with: {options} --ranks {config.ranks} "
             f"--stages {stages if len(plan.stages) > 1 else 1}{placement}",
@@ -171,8 +171,8 @@ def report(
     )
 
 
-def _links(config: PlanConfig, plan: Plan, in_flight: list[dict[str, Any]]) -> list[str]:
-    """Return a table of numbers in flight over the given links."""
+def _in_flight_table(config: PlanConfig, plan: Plan, in_flight: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table that compares numbers in flight for the given links."""
     bandwidth = "" if config.bandwidth is None else f" and {config.bandwidth * 8 / 1e9:g} Gbit/s"
     rows = [
         [
@@ -184,7 +184,7 @@ def _links(config: PlanConfig, plan: Plan, in_flight: list[dict[str, Any]]) -> l
         ]
         for row in in_flight
     ]
-    header = ["schedule", "in flight", "updates late", "ms per tick", "throughput, of that with fast links"]
+    header = ["schedule", "in flight", "updates late", "ms per tick", "throughput relative to fast links"]
     return [
         f"links of {1e3 * config.latency:g} ms{bandwidth}, messages of up to "
         f"{mebibytes(max(plan.up_bytes, default=0))} and {mebibytes(max(plan.down_bytes, default=0))} back",

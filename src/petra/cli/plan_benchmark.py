@@ -112,7 +112,7 @@ def slow_pipeline(config: PlanConfig, own: Profile, plan: Plan, link: Link) -> S
 
 
 def compare_in_flight(config: PlanConfig, own: Profile, plan: Plan, link: Link, waiting: float) -> list[dict[str, Any]]:
-    """Return numbers in flight with their staleness and speed: those of the plan, and of the schedules with a name."""
+    """Return staleness and speed of the plan's numbers in flight, of low-staleness and of lock-step."""
     pipeline, stages, k = slow_pipeline(config, own, plan, link), len(plan.stages), config.accumulate
     schedules = [
         AsyncSchedule(pipeline.adapted(), k, "chosen"),
@@ -267,7 +267,7 @@ class Rank:
                 if config.has_links:  # more stages than ranks would mean more messages
                     stages = config.stages or config.ranks
                     plan = make(config.make_schedule, stages=stages)
-                    # The cut again, because the memory of a stage depends on its number in flight.
+                    # Cut again: the memory of a stage depends on its number of micro-batches in flight.
                     in_flight = slow_pipeline(config, own, plan, link).adapted()
                     plan = make(lambda n: choose_schedule(method, n, config.accumulate, in_flight), stages=stages)
                     plan = replace(plan, tick=slow_pipeline(config, own, plan, link).period(in_flight))

@@ -107,8 +107,8 @@ class ProcessOptions:
     )
     memory: int | None = option(
         None,
-        help="choose what layers store, and smaller micro-batches if need be, so that a step is as fast as possible "
-        "with so much memory; for method reversible in one process",
+        help="memory limit: choose the storage of each layer, and smaller micro-batches if necessary, for the fastest "
+        "training step that fits; for the methods reversible and pareprop in one process",
         group=WHERE,
         metavar="SIZE",
         parse=parse_bytes,

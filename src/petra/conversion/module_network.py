@@ -64,7 +64,7 @@ class ModuleNetwork(Network):
             assign: Must be False, because the layers refer to the module's parameters.
 
         Returns:
-            What `nn.Module.load_state_dict` returns.
+            The result of `nn.Module.load_state_dict`.
 
         Raises:
             ValueError: If `assign` is true.

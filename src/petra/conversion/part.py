@@ -33,7 +33,7 @@ class Part(nn.Module):
             *streams: The inputs.
 
         Returns:
-            What the function returns.
+            The result of the function.
 
         Raises:
             ValueError: If the function uses something that is not in `uses`.

@@ -128,7 +128,7 @@ def modules_without(module: nn.Module, other: nn.Module) -> list[nn.Module]:
         return [module]
     if module is other:
         return []
-    assert not module._parameters, f"{type(module).__name__} has parameters beside those of its submodules"
+    assert not module._parameters, f"{type(module).__name__} has parameters besides those of its submodules"
     return [part for child in module.children() for part in modules_without(child, other)]
 
 

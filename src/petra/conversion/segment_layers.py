@@ -118,7 +118,7 @@ class CompanionResidual(nn.Module):
             *companions: The companions; those that belong to the coupling are skipped.
 
         Returns:
-            What the function returns.
+            The result of the function.
         """
         kwargs = self.arguments(self._block[0], x, _constant(companions[self.skipped :]))
         return self.function(x, precision=self.precision, **kwargs)

@@ -31,7 +31,7 @@ class _OneInput(nn.Module):
             x: The first argument.
 
         Returns:
-            What the module returns.
+            The result of the module.
         """
         return self.module(x)
 

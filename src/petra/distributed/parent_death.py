@@ -1,4 +1,4 @@
-"""Processes whose parent is killed: a stopped rank continues, and ends."""
+"""Lets a stopped rank continue when its parent process is killed, so that it ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _PR_SET_PDEATHSIG = 1  # as in sys/prctl.h
 def continue_when_parent_dies() -> None:
     """Have Linux send SIGCONT to this process when its parent dies.
 
-    A process that is stopped then runs on, finds that the job is gone, and ends. Otherwise it would stay for ever. The
-    signal does nothing to a process that is not stopped. Other systems have no such signal.
+    A stopped process then continues, detects that the job is gone, and exits. Otherwise it would remain stopped. The
+    signal has no effect on a process that is running. On other systems, this function does nothing.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

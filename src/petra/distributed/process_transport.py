@@ -227,8 +227,8 @@ class ProcessTransport(Transport):
             return tensors, checksum(tensors[1:]) if self._has_headers and self._verify else 0
 
         if self._has_headers:
-            # Gloo sends nothing before it knows of the receive. A thread of its own posts it while another one still
-            # waits for earlier messages, so that slow links carry several messages at the same time.
+            # Gloo sends a message only after the receive has been posted. A separate thread posts receives while
+            # another one waits for earlier messages, so that slow links carry several messages at the same time.
             posted = self._io_thread("post", source).submit(post)
             fetch = self._io_thread("from", source).submit(lambda: wait(posted.result())).result
         else:

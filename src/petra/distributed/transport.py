@@ -63,7 +63,7 @@ class Transport(ABC):
         self.latency = 0
         """The ticks after which all processes have taken part in an asynchronous operation."""
         self.sending_ticks = 2
-        """The number of ticks whose messages may still be leaving while a tick runs; more over slow links."""
+        """The number of ticks, with the current one, whose messages may not have left yet; more over slow links."""
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - optional
         """Open the channels that are not open yet. All processes call it with the same pairs.
@@ -97,7 +97,7 @@ class Transport(ABC):
         """
 
     def begin_tick(self) -> None:  # noqa: B027 - optional
-        """Start a new tick: wait until the messages that were sent `sending_ticks` ago have left."""
+        """Start a new tick: wait until the messages that were sent `sending_ticks` ticks ago have left."""
 
     def flush(self) -> None:  # noqa: B027 - optional
         """Wait until all messages that were sent have left."""

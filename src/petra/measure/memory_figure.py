@@ -23,7 +23,7 @@ def draw_memory(methods: Mapping[str, Mapping[int, int]], path: Path, title: str
         title: The title of the figure.
 
     Returns:
-        Whether matplotlib is installed, so that the figure was drawn.
+        True if matplotlib is installed, so that the figure was drawn.
     """
     if find_spec("matplotlib") is None:
         return False

@@ -92,7 +92,7 @@ class Profile:
         """Convert the profile to plain values.
 
         Returns:
-            What `from_json` takes.
+            The argument of `from_json`.
         """
         recorded = [[i, astuple(s)] for i, s in self.recorded.items()]
         return [[astuple(s) for s in self.layers], recorded, self.records]

@@ -31,7 +31,7 @@ def draw(rows: Sequence[Row], path: Path, title: str = "") -> bool:
         title: The title of the figure.
 
     Returns:
-        Whether matplotlib is installed, so that the figure was drawn.
+        True if matplotlib is installed, so that the figure was drawn.
     """
     if find_spec("matplotlib") is None:
         return False

@@ -1,4 +1,4 @@
-"""Pipelines over slow links: how fast they are, and how many micro-batches in flight hide the time of messages."""
+"""Pipelines over slow links: their speed, and the numbers of micro-batches in flight that hide the time of messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KEEP = 0.95
 class SlowPipeline:
     """The stages of a pipeline with an asynchronous schedule, and the links between its ranks.
 
-    With gloo, a rank announces each receive to the sender, which sends nothing before. A rank announces the receives
-    of a tick when it begins the tick. So a message arrives a latency after it has left, but not before two latencies
-    and its time on the link have passed since the announcement.
+    With gloo, the receiver announces each receive, and the sender waits for the announcement. A rank announces all
+    receives of a tick when the tick begins. So a message arrives one latency after it was sent, and no earlier than two
+    latencies and its time on the link after its announcement.
 
-    Stages of a rank that are not consecutive count as if each was alone on its rank with all the rank's work.
+    If the stages of a rank are not consecutive, the time of each is taken to be that of all stages of the rank.
     """
 
     seconds: Sequence[float]
@@ -39,16 +39,16 @@ class SlowPipeline:
 
     @property
     def limit(self) -> float:
-        """Seconds per micro-batch if no rank waits for messages, and links only for their own messages."""
+        """The smallest possible seconds per micro-batch: the time of the busiest rank or link."""
         return max([*self._rank_seconds, *self._up, *self._down])
 
     @property
     def compute_limit(self) -> float:
-        """Seconds per micro-batch with links that take no time."""
+        """The smallest possible seconds per micro-batch if messages took no time."""
         return max(self._rank_seconds)
 
     def adapted(self, keep: float = KEEP) -> list[int]:
-        """Return the smallest numbers in flight that keep a share of the largest throughput over these links.
+        """Return the smallest numbers in flight that keep a share of the largest possible throughput over these links.
 
         Args:
             keep: The share.
@@ -59,7 +59,7 @@ class SlowPipeline:
         period = self.limit / keep
         least = [1] * (len(self._groups) - 1)
         for boundary in range(len(least)):
-            while self._announced(boundary, least[boundary]) > period * (1 + 1e-9):
+            while self._announcement_period(boundary, least[boundary]) > period * (1 + 1e-9):
                 least[boundary] += 1
         groups = least_in_flight(self._work, self._round_trips, period, least)
         in_flight: list[int] = []
@@ -76,7 +76,7 @@ class SlowPipeline:
             in_flight: The number of micro-batches in flight of each stage.
 
         Returns:
-            The seconds, exact for one stage per rank; see `least_in_flight` for the rounds of waiting operations.
+            The seconds, exact for one stage per rank. `least_in_flight` derives the conditions.
         """
         first = [in_flight[stages[0]] for stages in self._groups]
         last = [in_flight[stages[-1]] for stages in self._groups]
@@ -89,11 +89,11 @@ class SlowPipeline:
                 period = max(period, path / (last[low] - first[high] - inner + 1))
                 inner += first[high] - last[high]
             if low + 1 < len(self._work):
-                period = max(period, self._announced(low, last[low] - first[low + 1]))
+                period = max(period, self._announcement_period(low, last[low] - first[low + 1]))
         return period
 
     def throughput(self, schedule: AsyncSchedule) -> float:
-        """Return the throughput with a schedule, divided by that with links that take no time.
+        """Return the throughput with a schedule, relative to that if messages took no time.
 
         Args:
             schedule: The schedule.
@@ -103,11 +103,11 @@ class SlowPipeline:
         """
         return self.compute_limit / self.period(schedule.in_flight)
 
-    def _announced(self, boundary: int, apart: int) -> float:
-        """Return the period at which messages arrive in time that are announced when a rank begins a tick.
+    def _announcement_period(self, boundary: int, apart: int) -> float:
+        """Return the shortest period at which messages arrive in time, if they are announced at the start of a tick.
 
-        Where the numbers in flight differ by n, the next stage uses a message n / 2 ticks after the one in which it
-        was sent, rounded down, and the stage before it n / 2 ticks, rounded up.
+        If the numbers in flight of two stages differ by n, the next stage uses a message ⌊n/2⌋ ticks after the one in
+        which it was sent, and the stage before uses the message back after ⌈n/2⌉ ticks.
         """
         forward = (self._work[boundary + 1] + 2 * self.latency + self._up[boundary]) / (apart // 2 + 1)
         backward = (self._work[boundary] + 2 * self.latency + self._down[boundary]) / (-(-apart // 2) + 1)

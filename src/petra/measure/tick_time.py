@@ -20,7 +20,7 @@ class Link:
     bandwidth: float = float("inf")
     """Bytes per second."""
     delay: float = 0.0
-    """Seconds for each message, whatever the number of its tensors."""
+    """Seconds for each message, regardless of its number of tensors."""
 
     def of(self, message: Template) -> float:
         """Return the time of a message.

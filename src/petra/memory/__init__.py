@@ -1,8 +1,8 @@
 """The fastest training step that fits into a given amount of memory.
 
-Start with `fit.py`, which measures a step with different storages of the layers and chooses. `step_cost.py` measures
-one step, `upgrades.py` puts changes of storage into an order, `memory_plan.py` is the result, and `plan_cache.py` keeps
-results for the next time. What the storages mean is in `petra.reversible.storage`.
+Start with `fit.py`, which measures a step with different storages of the layers and chooses among them. `step_cost.py`
+measures one step, `upgrades.py` orders changes of storage by the time that they save per byte, `memory_plan.py` has the
+result, and `plan_cache.py` stores results for later calls. `petra.reversible.storage` explains the storages.
 """
 
 from petra.memory.fit import COMPILED, EAGER, PlanSearch, allocated_bytes, fit_memory

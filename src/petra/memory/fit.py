@@ -29,8 +29,9 @@ Storages = tuple[str, ...]
 EAGER = ("selective", "store")
 COMPILED = ("store:0.2", "store:0.5", "store:1")
 _FINALISTS = 3
+"""The number of fastest plans that are measured twice."""
 _CLOSE = 0.01
-"""The share of a step's time that is not worth another measurement."""
+"""The share of a step's time below which a possible improvement is not measured."""
 
 
 def fit_memory(
@@ -47,32 +48,32 @@ def fit_memory(
 ) -> MemoryPlan:
     """Find the fastest training step whose peak memory stays under a limit.
 
-    It measures your own step with different storages of the layers: stored, partly computed again, or reconstructed.
-    From these it predicts which mixture of them is best for the limit, and measures that. Afterwards, the network has
-    the storages of the plan, and weights, gradients, optimizer and random numbers are what they were before.
+    Measures your training step with different storages of the layers: stored, partly recomputed, or reconstructed.
+    Predicts from these the best combination for the limit, and measures it. Afterwards, the network has the storages of
+    the plan, and weights, gradients, optimizer and random state are restored.
 
     Args:
         network: The network, on the device on which it is trained.
         limit: The memory, such as `"8 GiB"` or a number of bytes: weights, gradients, optimizer state and activations,
             as PyTorch's allocator counts them.
         step: A function that makes one training step with the network: forward, backward and update. If it takes an
-            argument, this is a number of parts into which it has to split the batch, one after another; more parts need
-            less memory.
+            argument, this is the number of parts into which it splits the batch. Parts are processed one after
+            another, so more parts need less memory.
         optimizer: The optimizer of the step, if there is one; its state is restored.
         compile: Compile layers with `torch.compile`, which lets the compiler choose what is computed again. The default
             is true on a GPU.
-        storages: The storages to try beside the one that needs the least memory, by default `"store:0.2"`,
+        storages: The storages to try besides the one that needs the least memory, by default `"store:0.2"`,
             `"store:0.5"` and `"store:1"` if layers are compiled, and `"selective"` and `"store"` otherwise.
         max_parts: The largest number of parts.
-        cache: Use the plan of an earlier call, and keep this one, in the user's folder for caches.
+        cache: Reuse the plan of an earlier call, and store a new one, in the user's cache folder.
         quiet: Show no progress bar.
 
     Returns:
         The plan; `print` shows what was measured.
 
     Raises:
-        DoesNotFit: If no step fits; the error says how much memory would do.
-        ValueError: If the network is not a `petra.Network`, or an argument makes no sense.
+        DoesNotFit: If no step fits; the error says how much memory is needed.
+        ValueError: If the network is not a `petra.Network`, or an argument is invalid.
     """
     if not isinstance(network, Network):
         raise ValueError(f"fit_memory needs a petra.Network, not a {type(network).__name__}: use petra.as_network")
@@ -84,7 +85,7 @@ def fit_memory(
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
         for p in inspect.signature(step).parameters.values()
     )
-    with _restored(network, optimizer, device), _explained(splits):
+    with _restored(network, optimizer, device), _with_hint(splits):
         search = PlanSearch(
             network,
             parse_bytes(limit),
@@ -99,7 +100,8 @@ def fit_memory(
 
 
 @contextmanager
-def _explained(splits: bool) -> Iterator[None]:
+def _with_hint(splits: bool) -> Iterator[None]:
+    """Add to the error that the step could split the batch, if it does not."""
     try:
         yield
     except DoesNotFit as error:
@@ -131,7 +133,7 @@ class PlanSearch:
     Args:
         network: The network.
         limit: The bytes.
-        step: A training step, with a batch in so many parts.
+        step: A training step; its argument is the number of parts into which it splits the batch.
         device: The device.
         allocated: Returns the bytes of weights, gradients and optimizer state.
         storages: The storages to try.
@@ -161,7 +163,7 @@ class PlanSearch:
         """Find the plan, and set the storages of the network.
 
         Args:
-            cache: Use and keep plans.
+            cache: Read and store plans in the cache.
 
         Returns:
             The plan.
@@ -184,7 +186,7 @@ class PlanSearch:
         while cost is None and parts < self._max_parts:
             parts *= 2
             cost = self._measure(least, parts)
-        # The peak of this first step depends on the batch and on all else in the step, so it tells steps apart.
+        # The peak of this first step depends on the batch and on the step, so it identifies both in the cache.
         peak = None if cost is None else cost.peak
         choices = [peak, parts, self._max_parts, [group.others for group in self._groups]]
         key = cache_key(self.network, self.device, self.limit, choices)
@@ -228,7 +230,7 @@ class PlanSearch:
         return upgrades(gains)
 
     def _choose(self, order: Sequence[Upgrade], parts: int) -> None:
-        """Measure the best mixtures for the limit, with growing numbers of parts."""
+        """Measure the best combinations for the limit, with increasing numbers of parts."""
         least = self._least()
         while parts <= self._max_parts:
             full = self._measure_first(least, order, len(order), parts)
@@ -305,7 +307,7 @@ def _with(storages: Storages, changes: Mapping[int, str]) -> Storages:
 
 
 def _groups(network: Network, storages: Storages) -> Iterator[_Group]:
-    """Yield the layers whose storage is chosen: those that are reversible, and others of which there are several."""
+    """Yield the layers whose storage is chosen: reversible layers, and other layers that occur several times."""
     kinds: dict[Any, list[int]] = {}
     for index, layer in enumerate(network):
         kinds.setdefault(_kind(layer), []).append(index)

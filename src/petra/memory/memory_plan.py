@@ -17,7 +17,7 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """A way to store activations, and what a step costs with it."""
+    """The storages of the layers and the number of parts of a measured training step, with its cost."""
 
     storages: tuple[str, ...]
     """The storage of each layer."""
@@ -40,7 +40,7 @@ class MemoryPlan:
     """The fastest of the measured training steps that fit into the memory."""
 
     limit: int
-    """The bytes that were allowed."""
+    """The memory limit in bytes."""
     storages: tuple[str, ...]
     """The storage of each layer."""
     parts: int
@@ -48,7 +48,7 @@ class MemoryPlan:
     cost: StepCost
     """The measured time and peak memory."""
     measured: tuple[MeasuredPlan, ...]
-    """All that was measured; empty if the plan comes from the cache."""
+    """All measured plans; empty if the plan comes from the cache."""
 
     def apply(self, network: Network) -> None:
         """Set the storages of another network of the same structure.

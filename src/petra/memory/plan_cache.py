@@ -1,4 +1,4 @@
-"""Plans of earlier runs, by everything that they depend on."""
+"""A cache of plans, by everything that they depend on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from petra.reversible import Network
 
 
 def cache_folder() -> Path:
-    """Return the folder of the plans, `petra/memory` in the user's folder for caches."""
+    """Return the folder of the plans, `petra/memory` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "petra" / "memory"
 
@@ -29,7 +29,7 @@ def cache_key(network: Network, device: torch.device, limit: int, choices: Seque
         network: The network.
         device: The device.
         limit: The bytes that are allowed.
-        choices: What else decides, such as the peak memory of the slowest step, which depends on the batch.
+        choices: Further values that decide, such as the peak memory of the slowest step, which depends on the batch.
 
     Returns:
         A hexadecimal number.

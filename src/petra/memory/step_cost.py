@@ -19,7 +19,7 @@ _SECONDS, _REPEATS = 0.6, 8
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a training step costs."""
+    """The time and peak memory of a training step."""
 
     seconds: float
     """The time of the fastest of a few steps."""
@@ -33,7 +33,7 @@ def measure_step(step: Step, device: torch.device, allocated: Callable[[], int])
     Args:
         step: One training step.
         device: The device that it runs on.
-        allocated: Returns the bytes that are allocated between steps; on a GPU, its allocator knows.
+        allocated: Returns the bytes that are allocated between steps. Used on a CPU only: a GPU's allocator counts.
 
     Returns:
         Its cost; None if there was not enough memory on the device.
@@ -73,7 +73,7 @@ def _on_cpu(step: Step, allocated: int) -> StepCost:
 
 
 def _repeated(timed: Callable[[], float]) -> float:
-    """Return the shortest of some times, of fewer if they are long. Other programs only make steps longer."""
+    """Return the shortest of several times, because other programs can only make a step slower."""
     seconds = [timed()]
     while len(seconds) < _REPEATS and sum(seconds) < _SECONDS:
         seconds.append(timed())
@@ -81,7 +81,7 @@ def _repeated(timed: Callable[[], float]) -> float:
 
 
 def cpu_peak(step: Step) -> int:
-    """Return by how many bytes the memory of PyTorch's CPU allocator grows at most during a step.
+    """Return the largest growth of the memory of PyTorch's CPU allocator during a step.
 
     Args:
         step: A function.

@@ -1,4 +1,4 @@
-"""An order in which layers get storages that are faster and need more memory."""
+"""The order in which layers get faster storages that need more memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gain:
-    """What another storage of one layer changes in a step, compared with the storage that needs the least memory."""
+    """The gain of a step if one layer gets another storage than the one that needs the least memory."""
 
     bytes: float
     """The additional memory."""
@@ -32,11 +32,11 @@ def frontier(gains: Mapping[str, Gain]) -> list[tuple[str, Gain]]:
     """Return the storages that are worth their memory.
 
     Args:
-        gains: What each storage changes.
+        gains: The gain of each storage.
 
     Returns:
-        Those on the upper concave envelope of seconds saved against bytes, by growing bytes. Whatever is not on it is
-        beaten by a mixture of two that are.
+        Those on the upper concave envelope of seconds saved against bytes, by increasing bytes. For any other storage,
+        a combination of two on the envelope saves more time with the same memory.
     """
     found: list[tuple[str, Gain]] = []
     for name, gain in sorted(gains.items(), key=lambda item: (item[1].bytes, -item[1].seconds)):
@@ -59,10 +59,10 @@ def upgrades(layers: Sequence[Mapping[str, Gain]]) -> list[Upgrade]:
     need memory.
 
     Args:
-        layers: For each layer, what its storages change.
+        layers: For each layer, the gains of its storages.
 
     Returns:
-        The upgrades. Any number of the first ones is a good choice for the memory that they need together.
+        The upgrades. For any n, the first n are a good choice for the memory that they need together.
     """
     found: list[Upgrade] = []
     for index, gains in enumerate(layers):

@@ -33,7 +33,7 @@ class Part:
     widens: bool
     """True if outputs of lower precision are converted to float32."""
     storage: str | None = None
-    """What autograd keeps if there is a graph; None for everything."""
+    """The storage under autograd, a name in `petra.reversible.storage.STORAGES`; None stores everything."""
     layer: nn.Module | None = None
     """The reversible layer of a coupling, for error messages."""
 

@@ -1,7 +1,7 @@
-"""Codecs: how the float32 tensors of a message are rounded, and the bytes in which they are sent.
+"""Codecs, which round the float32 tensors of a message and encode them for sending.
 
-`bf16` casts. `int8` and `fp8` divide every block of 64 consecutive values by a scale, such that the largest magnitude
-of the block becomes the largest number of the type. The scales are sent in float32, so that a value takes 1.0625 bytes.
+`bf16` casts. `int8` and `fp8` divide each block of 64 consecutive values by a scale, so that the largest magnitude of
+the block becomes the largest number of the type. With the float32 scales, a value takes 1.0625 bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from petra.formatting import unknown
 T = TypeVar("T", Tensor, Tensor | None)
 
 BLOCK = 64
-"""The values that share a scale."""
+"""The number of values that share a scale."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Rounds float32 tensors, and turns them into what is sent. Other tensors, and None, are sent as they are."""
+    """Rounds float32 tensors and encodes them for sending. Other tensors, and None, are not changed."""
 
     name: str
     """The name that `--comm-dtype` takes."""
@@ -38,7 +38,7 @@ class Codec:
         return self.dtype == torch.float32
 
     def pack(self, tensors: tuple[T, ...]) -> tuple[T, ...]:
-        """Return the tensors as they wait in a mailbox: cast, or rounded in float32 where blocks have scales.
+        """Round tensors for a mailbox: cast them, or, if blocks have scales, round them and keep them in float32.
 
         Args:
             tensors: Streams or gradients, in the memory layout of messages.
@@ -91,7 +91,7 @@ class Codec:
         return torch.empty(4 * _blocks(count) + count, dtype=torch.uint8, device="meta")
 
     def decode(self, tensor: Tensor | None, template: Tensor | None, last: bool) -> Tensor | None:
-        """Return the tensor that `pack` returns.
+        """Decode a received tensor; the result equals that of `pack`.
 
         Args:
             tensor: A tensor that `encode` returned.
@@ -122,7 +122,7 @@ class Codec:
         values = blocks / torch.where(scales > 0, scales, 1)
         if not self.dtype.is_floating_point:
             values = values.round_().nan_to_num_(0.0)
-        # The scale of tiny values is itself rounded, so that a value may exceed the type.
+        # For tiny values, the scale itself is rounded, so a quotient may exceed the largest number of the type.
         return values.clamp_(-self.largest, self.largest).to(self.dtype), scales
 
     def _restored(self, values: Tensor, scales: Tensor, shape: torch.Size, last: bool) -> Tensor:
@@ -149,7 +149,7 @@ def _is_float32(tensor: Tensor) -> bool:
 
 
 def _channels_last(tensor: Tensor) -> bool:
-    """Return whether images have the strides of channels last, which differ even where the memory does not."""
+    """Return whether the strides are those of channels-last images, also where both layouts have the same memory."""
     if tensor.ndim != 4:
         return False
     _, channels, height, width = tensor.shape
@@ -203,8 +203,8 @@ def find_codecs(given: str | torch.dtype | None) -> tuple[Codec, Codec]:
     """Return the codecs of streams and of gradients.
 
     Args:
-        given: What `find_codec` takes, for both; or a text such as `"streams=bf16,gradients=int8"`, where what is left
-            out is float32.
+        given: An argument of `find_codec`, for both; or a text such as `"streams=bf16,gradients=int8"`. A part that is
+            left out is float32.
 
     Returns:
         Both codecs.

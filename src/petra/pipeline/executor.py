@@ -377,7 +377,7 @@ class Executor:
         """Return everything that the host remembers between two ticks, without copying tensors.
 
         Returns:
-            What `load_host_state` takes.
+            The argument of `load_host_state`.
         """
         parts: list[HasHostState] = [self.mailbox, *self.stages]
         return dict(self._shapes), self._fed, self._tick, [part.host_state() for part in parts]

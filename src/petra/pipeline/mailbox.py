@@ -1,4 +1,4 @@
-"""Where messages wait between stages. The executor asks a mailbox, and does not know who the neighbours are.
+"""Mailboxes hold messages between stages. The executor asks a mailbox, and does not know who the neighbours are.
 
 A mailbox also rounds messages and decides their layout. `LocalMailbox` serves all stages of one process.
 Other mailboxes derive from it: one exchanges messages with other ranks, one simulates its neighbours.
@@ -230,7 +230,7 @@ class Mailbox(ABC):
         """Return which messages wait where, without copying tensors.
 
         Returns:
-            What `load_host_state` takes.
+            The argument of `load_host_state`.
         """
 
     @abstractmethod

@@ -30,7 +30,7 @@ class MessageFormat:
         """Return the format that `comm_dtype` of a trainer describes.
 
         Args:
-            comm_dtype: What `petra.pipeline.compression.find_codecs` takes.
+            comm_dtype: An argument of `petra.pipeline.compression.find_codecs`.
             channels_last: True to store images with their channels last.
 
         Returns:

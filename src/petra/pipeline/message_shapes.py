@@ -61,7 +61,7 @@ class ShapeInference:
             stage: The index of the stage.
 
         Returns:
-            Whether the stage above sends streams back to it.
+            True if the stage above sends streams back to it.
         """
         return self._stages[stage].needs_outputs
 

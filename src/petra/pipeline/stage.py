@@ -359,7 +359,7 @@ class Stage:
         """Return everything that the host remembers between two ticks, without copying tensors.
 
         Returns:
-            What `load_host_state` takes.
+            The argument of `load_host_state`.
         """
         parts = [part.host_state() for part in self._parts()]
         saved = {microbatch: replace(state) for microbatch, state in self.saved.items()}

@@ -172,7 +172,7 @@ def read_run(folder: Path, name: str, command: Callable[[Mapping[str, Any]], str
         command: Returns the command that trains a run with such a `config.json`.
 
     Returns:
-        What could be read; `problems` says what could not.
+        The data that could be read; `problems` lists the rest.
 
     Raises:
         ValueError: If there is nothing to report.

@@ -74,7 +74,7 @@ def frozen_statistics(norms: Iterable[nn.Module]) -> Iterator[None]:
 def discarded_statistics(norms: Iterable[nn.Module]) -> Iterator[None]:
     """Let training-mode norms update copies of their running statistics.
 
-    Like `frozen_statistics`, but autograd saves as many tensors as without it.
+    Unlike with `frozen_statistics`, autograd saves the same number of tensors as in an ordinary evaluation.
     """
     with _other_statistics(norms, lambda buffer: None if buffer is None else buffer.clone()):
         yield

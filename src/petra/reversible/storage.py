@@ -1,4 +1,4 @@
-"""How the activations of a layer get to its backward pass: stored, computed again, moved to the host, reconstructed."""
+"""The storage of a layer: its activations are stored, recomputed, moved to the host or reconstructed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORAGES = {
     "recompute": "the inputs; the layer is computed again",
     "offload": "all that autograd needs, in host memory",
 }
-"""What a layer keeps between its forward and its backward pass, by the name of the storage."""
+"""The values that a layer keeps between its forward and its backward pass, by the name of the storage."""
 
 
 def storage_of(layer: nn.Module) -> str | None:
@@ -108,9 +108,9 @@ def expand_storages(names: Sequence[str]) -> list[str]:
 
 
 def shorten_storages(storages: Sequence[str]) -> tuple[str, ...]:
-    """Return what `expand_storages` takes, with equal neighbours together."""
-    runs = [(storage, len(list(equal))) for storage, equal in groupby(storages)]
-    return tuple(storage if count == 1 else f"{count}*{storage}" for storage, count in runs)
+    """Return the shortest argument of `expand_storages`: equal neighbours are joined."""
+    groups = [(storage, len(list(equal))) for storage, equal in groupby(storages)]
+    return tuple(storage if count == 1 else f"{count}*{storage}" for storage, count in groups)
 
 
 def budget_of(storage: str) -> float | None:
@@ -142,7 +142,7 @@ Function = nn.Module | Coupling
 
 
 def evaluate(functions: Sequence[Function], streams: Streams, storage: str | None, **kwargs: Any) -> Streams:
-    """Compute the outputs of couplings, or of a layer, under autograd, which keeps what the storage says.
+    """Compute the outputs of couplings, or of a layer; the storage decides which values autograd keeps.
 
     Args:
         functions: The layer, or the couplings of a reversible layer.
@@ -188,9 +188,9 @@ def _plain(functions: Sequence[Function], kwargs: dict[str, Any], *streams: Tens
 
 @cache
 def _compiled(budget: float, shapes: tuple[torch.Size, ...]) -> Callable[..., Streams]:
-    """Return a compiled function with code of its own for each budget and shape.
+    """Return a separate compiled function for each budget and shape.
 
-    The compiler looks for the version of a function by checking the conditions of one after another, which takes time.
+    With a single function, `torch.compile` would check the guards of all its versions in each call, which takes time.
     """
     own = FunctionType(_plain.__code__.replace(co_name=f"layer_with_budget_{budget:g}"), _plain.__globals__)
     return torch.compile(own, dynamic=False)
@@ -198,7 +198,7 @@ def _compiled(budget: float, shapes: tuple[torch.Size, ...]) -> Callable[..., St
 
 @contextmanager
 def _recomputing(context: AbstractContextManager[Any], norms: list[nn.Module]) -> Iterator[None]:
-    # The second computation would change running statistics once more. The copies are made before operations count.
+    # Recomputation must not update running statistics again. They are copied first, outside of `context`.
     with discarded_statistics(norms), context:
         yield
 
@@ -235,7 +235,7 @@ _SMALL = 2**16
 def offloaded() -> AbstractContextManager[None]:
     """Keep what autograd saves in pinned host memory.
 
-    Tensors are copied on a CUDA stream of their own, and copied back when the backward pass needs them. Parameters,
+    Tensors are copied on a separate CUDA stream, and copied back when the backward pass needs them. Parameters,
     small tensors and tensors on a CPU stay where they are.
 
     Returns:

@@ -33,15 +33,15 @@ def fit_run(
     split: bool,
     quiet: bool,
 ) -> tuple[RunConfig, MemoryPlan]:
-    """Find the options with which an update is the fastest of those that fit into memory.
+    """Find the storages and the size of micro-batches of the fastest update that fits into memory.
 
     Args:
         config: The configuration of the run.
         limit: The bytes for weights, gradients, optimizer state and activations.
         device: The device.
         data: The data.
-        files: The files that define the tokens.
-        split: Allow smaller micro-batches, and as many more of them in an update.
+        files: The vocabulary and tokenizer files of the data.
+        split: Allow smaller micro-batches, with correspondingly more of them per update.
         quiet: Show no progress bar.
 
     Returns:
@@ -78,7 +78,7 @@ def fit_run(
 
 
 class _Steps:
-    """Updates of a trainer that is thrown away afterwards."""
+    """Updates of a temporary trainer."""
 
     def __init__(self, config: RunConfig, setup: TrainerSetup, x: Any, y: Any) -> None:
         self._config, self._setup, self._x, self._y = config, setup, x, y

@@ -161,7 +161,7 @@ def value_type(config: type, name: str) -> type | None:
 
 @cache
 def _type_hints(config: type) -> dict[str, Any]:
-    """Return the types of all fields; annotations are strings, which take long to evaluate for each field again."""
+    """Return the types of all fields. Cached, because evaluating the annotations, which are strings, takes long."""
     return get_type_hints(config)
 
 

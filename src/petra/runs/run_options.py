@@ -284,8 +284,9 @@ class RunOptions:
     )
     storage: tuple[str, ...] = option(
         (),
-        help="what layers keep for the backward pass of method reversible: reconstruct, store, or store:B to compile "
-        "them and keep a share of about B; one for all reversible layers, or for each layer, like 2*store,24*store:0.5",
+        help="what layers keep for the backward pass, with the methods reversible and pareprop: reconstruct (nothing), "
+        "store (everything), or store:B (about the share B; compiles the layer). Give one value for all reversible "
+        "layers, or one for each layer, like 2*store,24*store:0.5",
         group=TRAINING,
         metavar="STORAGE,…",
         parse=_storages,

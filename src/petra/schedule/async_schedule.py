@@ -107,15 +107,16 @@ def least_in_flight(
 ) -> list[int]:
     """Return the smallest numbers in flight with which a pipeline finishes a micro-batch per period.
 
-    Stage s may perform the forward of micro-batch m + n_s + 1 only after the backward of m. This backward waits for
-    what lies between: a later stage t performs the forward of m + n_t, which stage s has sent, before the backward of
-    m. From the first of these forwards to the end of the backward at stage s, the stages s to t each perform a forward
-    and a backward, and a message crosses each boundary in both directions. So for all s < t
+    In each period, stage s performs the forward of a micro-batch m + n_s and then the backward of m. Consider a later
+    stage t. It performs the forward of m + n_t before the backward of m. Stage s performs the forward of m + n_t in
+    period m + n_t - n_s, counted like the micro-batches of its backwards, and the backward of m in period m: together,
+    these are n_s - n_t + 1 periods. In them, the stages s to t each perform a forward and a backward, and a message
+    crosses each boundary in both directions. So for all s < t
 
         (n_s - n_t + 1) period >= T_s + ... + T_t + r_s + ... + r_{t-1}
 
-    These are all conditions, because every cycle of waiting operations turns around at one s and one t. The smallest
-    numbers follow from the last stage, which has none in flight, to the first.
+    There are no other conditions, because every cycle of operations that wait for each other goes from one stage s to
+    one stage t and back. The smallest numbers follow from the last stage, which has none in flight, to the first.
 
     Args:
         seconds: The time of a forward, a backward and an update of each stage, T_s. At most `period`.

@@ -21,14 +21,14 @@ from petra.trainer.stability import (
 
 
 class Advisor:
-    """Says once when late gradients are likely to spoil a training, and what to change.
+    """Warns once if late gradients are likely to harm a training, and says what to change.
 
     Args:
         network: The network.
         stages: The stages of this process.
         schedule: The schedule.
         corrections: The corrections of staleness.
-        defaults: Their names, if they were chosen because no optimizer was given.
+        defaults: The names of the corrections, if the trainer has chosen them because no optimizer was given.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Advisor:
         return staleness_warning(optimizers, self._schedule, self._corrections, self._transformer, self._attention)
 
     def observe(self, results: Sequence[MicrobatchResult]) -> str | None:
-        """Take note of losses, and judge them at a few points of the training.
+        """Record losses, and check them at a few points of the training.
 
         Args:
             results: The micro-batches that have reached the loss.

@@ -131,7 +131,7 @@ class Checkpoints:
         """End the writing of this rank after an error; a process without others completes the checkpoint.
 
         Returns:
-            Whether a checkpoint has been completed.
+            True if a checkpoint has been completed.
         """
         return self._completed(self._writer.abandon())
 

@@ -74,7 +74,7 @@ class CheckpointWriter:
             found: The largest of each number of `report` in a recent tick, the same on all ranks.
 
         Returns:
-            Whether the checkpoint is complete.
+            True if the checkpoint is complete.
 
         Raises:
             OSError: On all ranks, if one of them could not write its files.
@@ -96,7 +96,7 @@ class CheckpointWriter:
         """Wait until the checkpoint is complete. All ranks call this together.
 
         Returns:
-            Whether one was in progress.
+            True if one was in progress.
 
         Raises:
             OSError: On all ranks, if one of them could not write its files.
@@ -119,7 +119,7 @@ class CheckpointWriter:
         A process without others completes the checkpoint.
 
         Returns:
-            Whether a checkpoint is complete now.
+            True if a checkpoint is complete now.
         """
         try:
             if len(self._transport.positions()) == 1:

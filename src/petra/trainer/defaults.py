@@ -1,4 +1,4 @@
-"""The optimizer, learning rates and corrections of a trainer that was given none; they follow from the staleness."""
+"""The optimizer, learning rates and corrections of a trainer that is given no optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIN_WARMUP, MAX_WARMUP = 200, 2000
 class WarmupAndDecay:
     """Linear warm-up over some updates, then a decay with the square root of the number of updates.
 
-    Such a curve needs no end of training.
+    The curve does not depend on the length of the training.
     """
 
     warmup: int
@@ -37,9 +37,10 @@ class WarmupAndDecay:
 
 @dataclass(frozen=True)
 class TrainingDefaults:
-    """What a trainer uses where it is given neither an optimizer nor a scheduler nor corrections.
+    """The settings that a trainer chooses if it is given no optimizer.
 
-    `trainer.defaults` has them. Networks with batch norm and plain ones get SGD, transformers get Muon.
+    A scheduler and corrections that are given replace those of the defaults. `trainer.defaults` has the settings.
+    Transformers get Muon, all other networks SGD.
     """
 
     optimizer: str
@@ -74,7 +75,7 @@ class TrainingDefaults:
         if is_transformer(network):
             lr = 2e-3 if delay <= 1 else 1e-3
             return cls("muon", lr, 0.95, 0.1, MIN_WARMUP, (), hidden)
-        # Momentum of the first stage averages over this many updates.
+        # The number of updates over which the momentum of the first stage averages.
         memory = ceil(INERTIA * schedule.accumulate * delay**2)
         corrections = ("predict", f"inertia:{INERTIA:g}") if delay else ()
         return cls("sgd", 0.025, 0.9, 5e-4, min(max(memory, MIN_WARMUP), MAX_WARMUP), corrections, hidden)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends a training when the metric stops improving that the argument `monitor` of `Trainer.fit` names.
+    """Ends a training when the monitored metric stops improving.
 
-    By default, this is the accuracy on the test data where it is known, otherwise the loss.
+    The argument `monitor` of `Trainer.fit` names the metric. By default, this is the accuracy on the test data where it
+    is known, otherwise the loss.
     """
 
     patience: int = 5

@@ -1,4 +1,4 @@
-"""Notices in the first updates that a training with late gradients does not learn."""
+"""Detects in the first updates that a training with late gradients does not learn."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from petra.trainer.loss import class_dimension
 from petra.trainer.stability import Steps
 
 CHECKS = {150: 1.0, 200: 0.95, 300: 0.9, 600: 0.9, 1200: 0.9}
-"""The numbers of updates after which the loss is judged, and the share of that of guessing that it has to fall below.
+"""The numbers of updates after which the loss is checked, each with a limit: a share of the loss of random guessing.
 
-In benchmarks/guidance, trainings that learn have at most 0.92 in updates 90 to 135, 0.91 in 135 to 180 and 0.79 in 180
-to 225. Before update 90, some of them have more than 1 and cannot be told from those that fail.
+In benchmarks/guidance, the share in trainings that learn is at most 0.92 in updates 90 to 135, 0.91 in 135 to 180 and
+0.79 in 180 to 225. Before update 90, it is above 1 in some of them, as in trainings that fail.
 """
 _SETTLED = 300
-"""From this number of updates on, a loss that has grown is judged as well: fine-tuning may begin with larger losses."""
+"""The number of updates before which a loss may have grown: in fine-tuning, it may grow at the beginning."""
 _EVERY = 8
-"""On a GPU, one loss in so many is read, and this many losses late: the host never waits for the device."""
+"""On a GPU, one loss in this many is read, and as many losses later, so that the host does not wait for the device."""
 _FIRST, _WINDOW = 8, 48
-"""The losses that the start and the present are a mean of."""
+"""The numbers of losses that are averaged at the start and at each check."""
 
 
 class LossWatch:
-    """Judges the training loss after 150, 200, 300, 600 and 1200 updates, and finds fault with it at most once.
+    """Checks the training loss after 150, 200, 300, 600 and 1200 updates, and reports at most one problem.
 
     The loss of a classifier that has not learned is the logarithm of the number of classes. If the first losses are
-    about as high, the loss has to be lower than that, by 5 % after 200 updates and 10 % from 300 on. Otherwise, for
-    fine-tuning and for other losses, it must not have grown by 20 % from 300 on. While the learning rate is below half
-    of its highest value, nothing is judged.
+    about as high, the loss has to become lower than that: by 5 % after 200 updates, and by 10 % from 300 on. Otherwise,
+    as in fine-tuning or for other losses, it must not have grown by 20 % from 300 on. Nothing is checked while the
+    learning rate is below half of its highest value.
 
     Args:
         stage: The last stage.
@@ -53,17 +53,17 @@ class LossWatch:
 
     @property
     def finished(self) -> bool:
-        """True if nothing is left to judge."""
+        """True if no check is left."""
         return not self._checks
 
     def observe(self, results: Sequence[MicrobatchResult]) -> str | None:
-        """Take note of losses.
+        """Record losses, and check them if it is time.
 
         Args:
             results: The micro-batches that have reached the loss.
 
         Returns:
-            What is wrong with the loss, in a few words; None if nothing is, or if it is too early to tell.
+            A description of the problem; None if there is none, or if no check is due.
         """
         for result in results:
             if not self._seen:

@@ -36,10 +36,10 @@ MICROBATCHES_PER_STAGE = {"muon": 2, "adam": 4, "sgd": 4}
 """The smallest k of a transformer without a warning, as a multiple of the number of stages J (experiments/language).
 
 With Muon, k = 2J loses 0.01 nats, J 0.035 and J/2 0.13; SOAP counts as Muon. With AdamW, 4J loses 0.05 nats, 2J 0.4 and
-J 1.1. SGD was not measured: that it is no better than AdamW is a rule of thumb.
+J 1.1. SGD was not measured; it is assumed to be no better than AdamW.
 """
 LARGEST_ACCUMULATE = 128
-"""The largest k that warnings recommend for SGD; beyond it, only a lower learning rate helps."""
+"""The largest k that warnings recommend for SGD. If more would be needed, they recommend a lower learning rate only."""
 WARMUP = 200
 """Updates of linear warm-up that are enough in benchmarks/guidance."""
 _FOREVER = 2**62
@@ -177,8 +177,8 @@ def staleness_warning(
         optimizers: The optimizer of each stage, or of those stages that are known; the others are taken to be alike.
         schedule: The schedule.
         corrections: The corrections of staleness.
-        transformer: Whether the network is a transformer.
-        attention: Whether it has attention: for SGD, which also trains other networks with LayerNorm.
+        transformer: True if the network is a transformer.
+        attention: True if it has attention. With SGD, only such networks count as transformers.
 
     Returns:
         One sentence with values and what to change, or None.
@@ -238,7 +238,7 @@ def remedies(
         schedule: The schedule.
         corrections: The corrections of staleness.
         factor: The factor, less than 1.
-        defaults: The names of the corrections that are there because no optimizer was given.
+        defaults: The names of the corrections that the trainer has chosen because no optimizer was given.
 
     Returns:
         A list of alternatives, with values.

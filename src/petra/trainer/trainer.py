@@ -113,11 +113,11 @@ class Trainer:
         placement: The rank of each stage; by default, each rank holds about as many consecutive stages.
         comm_dtype: The rounding of messages between stages: `"bf16"` or `torch.bfloat16` halves them, `"int8"` and
             `"fp8"` send about a quarter. `"streams=bf16,gradients=int8"` rounds the two parts of a message differently.
-            Where all is bf16 and `autocast` too, stages of one layer compute with streams as they arrive.
+            If both `comm_dtype` and `autocast` are bf16, stages of one layer do not convert streams that arrive.
         ema: The decay of an exponential moving average of the weights, such as 0.999; None averages nothing. Every
             stage averages its weights and running statistics after each of its updates.
         free_gradients: Free the gradients of a stage after each of its updates, which needs less memory. By default,
-            they can be read until the next backward pass of the stage. Where ticks are captured, it has no effect.
+            they can be read until the next backward pass of the stage. This has no effect if ticks are captured.
         corrections: Corrections of staleness: names such as `"predict"` or `"shrink:0.9"`, or objects of
             `petra.corrections`. None means none, or those of `defaults`.
         cuda_graph: Capture ticks of a full pipeline as CUDA graphs. None does so on a GPU; True raises an error where
@@ -186,7 +186,7 @@ class Trainer:
         cuts = partition(len(network), default if stages is None else stages)
         self.schedule = choose_schedule(self.method, len(cuts), accumulate, schedule, flush_until, position.ranks)
         self.defaults: TrainingDefaults | None = None
-        """What is used because no optimizer was given; None if one was."""
+        """The settings that were chosen because no optimizer was given; None if one was."""
         chosen: tuple[str, ...] = ()
         if optimizer is None:
             self.defaults = TrainingDefaults.choose(network, self.method, self.schedule)
@@ -307,9 +307,9 @@ class Trainer:
 
     @property
     def staleness(self) -> list[int]:
-        """The micro-batches that change each stage between a forward and its backward, in a full pipeline.
+        """For each stage, the number of micro-batches between a forward and its backward in a full pipeline.
 
-        0 for schedules with exact gradients.
+        It is 0 for schedules with exact gradients.
         """
         return [0 if self.schedule.exact else n for n in self.layout["in_flight"]]
 
