@@ -91,3 +91,10 @@ def test_parts_of_a_batch_train_the_same_network():
     for parts in (1, 2, 1):
         steps.run(parts)
         assert steps._trainer.network is steps.network
+
+
+def test_repeated_layers_that_are_not_reversible_keep_what_a_trainer_can_store(tmp_path):
+    vit = ("--model", "vit-s", "--stages", "1", "--set", "patch=4", "--width", "16", "--depth", "2", "--heads", "2")
+    options = ("train", *vit, "--data", "synthetic:1x8x8:3:40", "--method", "reversible", "--max-steps", "1")
+    assert main([*options, "--memory", "520KiB", "--device", "cpu", "--quiet", "--out", str(tmp_path / "run")]) == 0
+    assert config(tmp_path / "run")["storage"] == ["4*store"]

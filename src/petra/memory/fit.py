@@ -137,6 +137,7 @@ class PlanSearch:
         device: The device.
         allocated: Returns the bytes of weights, gradients and optimizer state.
         storages: The storages to try.
+        recompute: Also choose the storage of repeated layers that are not reversible, which may be recomputed.
         max_parts: The largest number of parts.
         quiet: Show no progress bar.
     """
@@ -150,12 +151,13 @@ class PlanSearch:
         *,
         allocated: Callable[[], int],
         storages: Storages,
+        recompute: bool = True,
         max_parts: int,
         quiet: bool,
     ) -> None:
         self.network, self.limit, self.device = network, limit, device
         self._step, self._allocated, self._max_parts = step, allocated, max_parts
-        self._groups = list(_groups(network, storages))
+        self._groups = list(_groups(network, storages, recompute))
         self._measured: dict[tuple[Storages, int], MeasuredPlan] = {}
         self._bar = tqdm(desc="fitting memory", unit=" plans", disable=quiet or not sys.stderr.isatty(), leave=False)
 
@@ -306,15 +308,15 @@ def _with(storages: Storages, changes: Mapping[int, str]) -> Storages:
     return tuple(changes.get(index, storage) for index, storage in enumerate(storages))
 
 
-def _groups(network: Network, storages: Storages) -> Iterator[_Group]:
-    """Yield the layers whose storage is chosen: reversible layers, and other layers that occur several times."""
+def _groups(network: Network, storages: Storages, recompute: bool) -> Iterator[_Group]:
+    """Yield the layers whose storage is chosen: reversible layers, and repeated other layers if they may recompute."""
     kinds: dict[Any, list[int]] = {}
     for index, layer in enumerate(network):
         kinds.setdefault(_kind(layer), []).append(index)
     for layers in kinds.values():
         if isinstance(network[layers[0]], ReversibleLayer):
             yield _Group(tuple(layers), "reconstruct", storages)
-        elif len(layers) > 1 and any(True for _ in network[layers[0]].parameters()):
+        elif recompute and len(layers) > 1 and any(True for _ in network[layers[0]].parameters()):
             yield _Group(tuple(layers), "recompute", storages)
 
 
