@@ -32,7 +32,7 @@ class Restored:
     """The micro-batch at which the pipeline began to fill."""
 
 
-HARMLESS = ("checkpoint_every", "checkpoint_epochs", "save_best", "data", "workers")
+HARMLESS = ("checkpoint_every", "checkpoint_epochs", "keep", "save_best", "data", "workers")
 """Options that may be edited in `config.json`. Data is compared with its fingerprint."""
 
 
