@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from configurations import CONFIGURATIONS, SMOKE, Configuration
+from configurations import CONFIGURATIONS, SMOKE, TWO_CORES, Configuration
 from delayed import DelayedTransport
 from measurements import link, pipeline_seconds, stage_costs
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -180,6 +180,7 @@ def main(arguments=None):
         metavar="RANKS:NETWORK:METHOD:SCHEDULE:K:MILLISECONDS",
         help="default: those of the table in README.md",
     )
+    parser.add_argument("--two-cores", action="store_true", help="17 configurations for a machine with two cores")
     parser.add_argument("--ranks", type=int, nargs="+", help="only the configurations with these numbers of ranks")
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds to time each pipeline, at least 3 updates")
     parser.add_argument("--cost-seconds", type=float, default=1.0, help="seconds to measure the costs of stages")
@@ -191,7 +192,8 @@ def main(arguments=None):
     parser.add_argument("--limit", type=float, default=240, help="seconds after which a job is stopped")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     options = parser.parse_args(arguments)
-    configurations = options.configurations or [Configuration.parse(c) for c in CONFIGURATIONS]
+    default = TWO_CORES if options.two_cores else CONFIGURATIONS
+    configurations = options.configurations or [Configuration.parse(c) for c in default]
     if options.smoke:
         configurations = [Configuration.parse(c) for c in SMOKE]
         options.seconds, options.cost_seconds, options.scale, options.messages = 0.2, 0.1, 0.25, 4

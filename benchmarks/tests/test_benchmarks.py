@@ -227,7 +227,7 @@ def test_a_simulated_pipeline_is_predicted_from_costs_of_its_stages_alone():
         assert found.seconds_per_update == pytest.approx(7 * 0.03 * factor + 6 * delay / 1e3, rel=1e-3)
     with pytest.raises(ValueError, match="give RANKS:NETWORK"):
         module.Configuration.parse("4:blocks")
-    with pytest.raises(ValueError, match="choose from blocks, transformer"):
+    with pytest.raises(ValueError, match="choose from blocks, transformer, waits"):
         module.Configuration.parse("4:block:backprop:gpipe:4:30")
 
 
