@@ -22,11 +22,15 @@ from torch.nn.functional import cross_entropy
 from petra import METHODS, Network, ReversibleBlock, ReversibleResidual
 from petra.cli import plan_benchmark
 from petra.cli.main import main
+from petra.cli.parser import build_parser
+from petra.cli.plan import report
+from petra.cli.plan_config import PlanConfig
 from petra.distributed import run_together
 from petra.measure import (
     Link,
     MemoryEstimator,
     MemoryProbe,
+    Plan,
     Profile,
     Seconds,
     StageMemory,
@@ -35,8 +39,9 @@ from petra.measure import (
     profile,
     tick_seconds,
 )
-from petra.measure.partition_search import PartitionSearch
+from petra.measure.partition_search import PartitionSearch, total_bytes
 from petra.pipeline import partition
+from petra.reversible.storage import expand_storages
 from petra.schedule import DecoupledSchedule, GPipeSchedule, SequentialSchedule, lock_step, low_staleness
 
 pytestmark = pytest.mark.slow
@@ -225,6 +230,85 @@ def test_predicted_memory_is_that_of_a_real_run(method, ranks):
         own = range(first, first := first + len(real))
         assert estimator.memory([cuts[s] for s in own], own.start, schedule) == real
     assert first == 4
+
+
+def real_memory(network, storage, stages, transport):
+    """The bytes of this rank in a full reversible pipeline."""
+    network = deepcopy(network)
+    network.use_storage(*expand_storages(storage))
+    trainer = make(network, method="reversible", transport=transport, stages=stages, accumulate=4, schedule="gpipe")
+    for _ in range(8):
+        trainer.step(X.clone(), Y)
+    peaks = []
+    for _ in range(4):
+        trainer.state_dict()  # receives the messages that have arrived
+        with MemoryProbe(trainer.executor) as probe:
+            trainer.step(X.clone(), Y)
+        peaks.append(sum(row.total for row in probe.stages))
+    return max(peaks)
+
+
+REVERSIBLE = (1, 2, 4)  # layers of `small_network`
+
+
+def test_ranks_store_what_fits():
+    """For every limit: memory is that of a real run, and no rank could store one more layer."""
+    profile = made_up(1, 4, 2, 1, 6, 1)
+
+    def planned(limit):
+        return make_plan(
+            list(small_network()),
+            METHODS["reversible"],
+            lambda n: GPipeSchedule(n, 4),
+            profile,
+            **PARTS,
+            ranks=2,
+            stages=[3, 3],
+            memory_limit=limit,
+        )
+
+    everything = planned(2**30)
+    assert everything.storage == ["6*store"]
+    estimator = MemoryEstimator(list(small_network()), METHODS["reversible"], **PARTS)
+    subsets = [set(chosen) for size in range(4) for chosen in combinations(REVERSIBLE, size)]
+
+    def needed(stored):
+        names = ["reconstruct" if i in REVERSIBLE and i not in stored else "store" for i in range(6)]
+        found = estimator.with_storage(names)
+        return [
+            total_bytes(found.memory([cut], rank, GPipeSchedule(2, 4))) for rank, cut in enumerate(partition(6, [3, 3]))
+        ]
+
+    by_subset = [(stored, needed(stored)) for stored in subsets]
+    counts = []
+    for limit in sorted({max(memory) for _, memory in by_subset}):
+        found = planned(limit)
+        names = expand_storages(found.storage) if found.storage else [None] * 6
+        stored = {i for i in REVERSIBLE if names[i] == "store"}
+        assert max(found.memory) <= limit
+        more = [memory for other, memory in by_subset if stored < other and len(other) == len(stored) + 1]
+        assert all(max(memory) > limit for memory in more)
+        saved = [sum((0, 2, 1, 0, 3, 0)[i] for i in stored & own) for own in ({1, 2}, {4})]
+        assert found.seconds == [7 - saved[0], 8 - saved[1]]
+        if found.storage:
+            real = run_together(partial(real_memory, small_network(), found.storage, [3, 3]), 2)
+            assert found.memory == real
+        counts.append(len(stored))
+    assert sorted(counts) == counts
+    assert counts[-1] == 3
+    assert len(set(counts)) > 2
+
+
+@pytest.mark.parametrize(("method", "limit"), [("petra", 2**30), ("reversible", None), ("backprop", 2**30)])
+def test_layers_are_stored_for_a_limit_and_with_reversible_only(method, limit):
+    assert plan(made_up(1, 1, 1, 1, 1, 1), method=method, ranks=2, memory_limit=limit).storage == []
+
+
+def test_the_storage_is_among_the_options_to_train_with():
+    arguments = ["plan", "--model", "revnet18", "--ranks", "2", "--method", "reversible", "--no-run"]
+    config = PlanConfig.from_options(build_parser().parse_args(arguments))
+    found = Plan([5, 5], [0, 1], [1.0, 1.0], 1.0, 2.0, [0], [0], [0, 0], ["4*store", "6*reconstruct"])
+    assert report(config, found, None).endswith("--ranks 2 --stages 5,5 --storage 4*store,6*reconstruct")
 
 
 def test_the_memory_of_a_later_rank_includes_its_graph():

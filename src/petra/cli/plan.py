@@ -38,7 +38,7 @@ class PlanOptions(InputOptions):
     accumulate: int = like(RunOptions, "accumulate")
     memory_limit: float | None = option(
         None,
-        help="memory of a rank",
+        help="memory of a rank. With method reversible, a rank stores the activations of as many layers as fit",
         group=TRAINING,
         metavar="MiB",
         above=0,
@@ -147,6 +147,7 @@ def report(
         render(header, rows),
         "",
     ]
+    storage = f" --storage {','.join(plan.storage)}" if plan.storage else ""
     placement = "" if plan.contiguous else f" --placement {','.join(map(str, plan.placement))}"
     speedup = f"speed-up over one rank working at a time ({basic_method(config.network()).name})"
     if measured is None:
@@ -166,7 +167,7 @@ def report(
             *([] if in_flight is None else ["", *_in_flight_table(config, plan, in_flight)]),
             "",
             f"to train with: {options} --ranks {config.ranks} "
-            f"--stages {stages if len(plan.stages) > 1 else 1}{placement}",
+            f"--stages {stages if len(plan.stages) > 1 else 1}{placement}{storage}",
         ]
     )
 

@@ -37,6 +37,7 @@ from petra.methods import METHODS, Method
 from petra.pipeline import ShapeInference, balance, partition
 from petra.pipeline.message_shapes import shapes_of
 from petra.reversible import Network, ReversibleLayer
+from petra.reversible.storage import expand_storages
 from petra.schedule import Action, AsyncSchedule, Kind, lock_step, low_staleness
 from petra.trainer import Trainer
 from petra.trainer.loss import cross_entropy
@@ -161,7 +162,8 @@ class Rank:
             self.print(f"timing {method.name} on stages of {','.join(map(str, plan.stages))} layers")
             measured = self.measure(method, config.schedule, plan)
             self.print(f"timing {basic.name} on the same stages")
-            measured["basic"] = self.measure(basic, None, plan, -(-config.ticks // 2))["tick"]  # long ones
+            basic_plan = replace(plan, storage=[])
+            measured["basic"] = self.measure(basic, None, basic_plan, -(-config.ticks // 2))["tick"]  # long ones
         return {
             "plan": asdict(plan),
             "measured": measured,
@@ -284,8 +286,11 @@ class Rank:
     ) -> dict[str, Any]:
         """Return the seconds of a tick, and the seconds of work and bytes of every rank, with a full pipeline."""
         k, wanted = self.config.accumulate, ticks or self.config.ticks
+        network = self.config.network()
+        if plan.storage:
+            network.use_storage(*expand_storages(plan.storage))
         trainer = Trainer(
-            self.config.network(),
+            network,
             loss=cross_entropy,
             optimizer=self.optimizer,
             method=method,

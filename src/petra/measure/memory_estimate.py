@@ -16,6 +16,7 @@ from petra.pipeline import Executor, LocalMailbox, MessageFormat, ShapeInference
 from petra.pipeline.message_shapes import Template, as_message, shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.pipeline.stage import Loss
+from petra.reversible.storage import set_storage
 from petra.reversible.streams import Streams, channels_last
 from petra.schedule import Action, Kind, PipelineSchedule
 
@@ -53,6 +54,19 @@ class MemoryEstimator:
         )
         singles = [range(i, i + 1) for i in range(len(layers))]
         self._shapes = ShapeInference(self.layers, singles, method).shapes(shapes_of(self.inputs))
+
+    def with_storage(self, storages: Sequence[str]) -> MemoryEstimator:
+        """Return an estimator for the same layers with other storages.
+
+        Args:
+            storages: The storage of each layer.
+
+        Returns:
+            The estimator.
+        """
+        layers = deepcopy(self.layers)
+        set_storage(layers, storages)
+        return MemoryEstimator(layers, self.method, self.inputs, self.targets, loss=self.loss, optimizer=self.optimizer)
 
     def memory(self, cuts: Sequence[range], first: int, schedule: PipelineSchedule) -> list[StageMemory]:
         """Return the peak memory of consecutive stages of a full pipeline.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -17,11 +17,13 @@ from petra.measure.partition_search import PartitionSearch, total_bytes
 from petra.measure.profile import Profile
 from petra.measure.stage_memory import StageMemory
 from petra.measure.tick_time import Link, tick_seconds
-from petra.methods import Method
+from petra.methods import Method, ReversibleBackprop
 from petra.pipeline import ShapeInference, assign, balance, partition
 from petra.pipeline.message_shapes import Template, shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory
 from petra.pipeline.stage import Loss
+from petra.reversible import ReversibleLayer
+from petra.reversible.storage import shorten_storages
 from petra.reversible.streams import Streams
 from petra.schedule import PipelineSchedule, SequentialSchedule
 
@@ -46,6 +48,8 @@ class Plan:
     """Bytes per micro-batch to each stage from the next."""
     memory: list[int]
     """Peak bytes of each rank."""
+    storage: list[str] = field(default_factory=list)
+    """The storages of the layers, as `petra train --storage` takes them; empty for the default."""
 
     @property
     def speedup(self) -> float:
@@ -122,7 +126,8 @@ def make_plan(
         basic: The times of the layers with basic model parallelism, if they differ from `profile`. One rank that
             computes alone is often faster than one of many.
         link: The speed of messages between ranks.
-        memory_limit: The largest number of bytes of a rank.
+        memory_limit: The largest number of bytes of a rank. With method reversible, a rank stores the activations of as
+            many layers as fit, so that it does not compute them again.
 
     Returns:
         The plan.
@@ -136,7 +141,7 @@ def make_plan(
     if stages is None and ranks > 1:
         for count in range(ranks + 1, min(len(layers), 2 * ranks) + 1):
             plan = planner.scattered(ranks, count, plan.tick * (1 - MIN_GAIN)) or plan
-    return plan
+    return planner.with_storage(plan)
 
 
 MIN_GAIN = 0.03
@@ -198,6 +203,51 @@ class _Planner:
             memory[rank] += total_bytes(self.memory_estimator.memory([cuts[s] for s in group], group.start, schedule))
         return None if self.limit is not None and max(memory) > self.limit else replace(plan, memory=memory)
 
+    def with_storage(self, plan: Plan) -> Plan:
+        """Store the activations of reversible layers where memory allows, so that their rank computes less."""
+        estimator = self.memory_estimator
+        reversible = [isinstance(layer, ReversibleLayer) for layer in estimator.layers]
+        if self.limit is None or not any(reversible) or not isinstance(estimator.method, ReversibleBackprop):
+            return plan
+        # `store` is the only storage of other layers that a trainer takes.
+        none = tuple("reconstruct" if own else "store" for own in reversible)
+        stored: set[int] = set()
+        for rank, layers in enumerate(plan.layers):
+            needed = self._memory_of(plan, rank, none)
+            candidates = [layer for layer in layers if reversible[layer]]
+            more = {layer: self._memory_of(plan, rank, _store(none, [layer])) - needed for layer in candidates}
+            candidates.sort(key=lambda layer: more[layer] / max(self.profile.layers[layer].forward, 1e-9))
+            left: list[int] = []
+            while len(left) < len(candidates):  # again, because two neighbours may need less than one of them
+                left, candidates = candidates, []
+                for layer in left:
+                    with_it = self._memory_of(plan, rank, _store(none, stored | {layer}))
+                    if with_it <= max(self.limit, needed):
+                        needed = with_it
+                        stored.add(layer)
+                    else:
+                        candidates.append(layer)
+            if needed > self.limit:
+                return plan
+        if not stored:
+            return plan
+        storages = _store(none, stored)
+        memory = [self._memory_of(plan, rank, storages) for rank in range(len(plan.layers))]
+        faster = replace(self, profile=self.profile.storing(stored))
+        cuts = partition(len(estimator.layers), plan.stages)
+        found = faster._plan(cuts, plan.placement, self.schedule(len(cuts)), memory)
+        return replace(found, storage=list(shorten_storages(storages)))
+
+    def _memory_of(self, plan: Plan, rank: int, storages: Sequence[str]) -> int:
+        """Return the bytes of a rank if layers have these storages."""
+        estimator = self.memory_estimator.with_storage(storages)
+        cuts = partition(len(estimator.layers), plan.stages)
+        return sum(
+            total_bytes(estimator.memory([cuts[s] for s in group], group.start, self.schedule(len(cuts))))
+            for owner, group in _consecutive_stages(plan.placement)
+            if owner == rank
+        )
+
     def _seconds(self, cuts: Sequence[range], schedule: PipelineSchedule) -> float:
         return sum(self.profile.stage(cut).per_tick(schedule.accumulate) for cut in cuts)
 
@@ -227,6 +277,10 @@ def _consecutive_stages(placement: Sequence[int]) -> list[tuple[int, range]]:
     """Return the groups of consecutive stages on the same rank, with their rank."""
     starts = [s for s in range(len(placement)) if s == 0 or placement[s] != placement[s - 1]]
     return [(placement[a], range(a, b)) for a, b in pairwise([*starts, len(placement)])]
+
+
+def _store(storages: Sequence[str], layers: Collection[int]) -> tuple[str, ...]:
+    return tuple("store" if index in layers else storage for index, storage in enumerate(storages))
 
 
 def _size(message: Template) -> int:

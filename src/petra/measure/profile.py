@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
 from itertools import repeat
@@ -88,6 +88,23 @@ class Profile:
         layers = [s * factor for s, factor in zip(self.layers, factors, strict=True)]
         return Profile(layers, {i: s * factors[i] for i, s in self.recorded.items()}, self.records)
 
+    def storing(self, stored: Collection[int]) -> Profile:
+        """Return a profile in which some reversible layers store their activations.
+
+        Their functions are then evaluated once, not twice.
+
+        Args:
+            stored: The indices of these layers.
+
+        Returns:
+            The profile.
+        """
+        layers = [
+            replace(s, backward=max(0.0, s.backward - s.forward)) if i in stored else s
+            for i, s in enumerate(self.layers)
+        ]
+        return replace(self, layers=layers)
+
     def to_json(self) -> list[Any]:
         """Convert the profile to plain values.
 
@@ -102,7 +119,7 @@ class Profile:
         """Restore a profile.
 
         Args:
-            values: What `to_json` reawaiting_backward.
+            values: The result of `to_json`.
 
         Returns:
             The profile.
