@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import petra
 from petra.distributed import ProcessTransport
 from petra.distributed.message_header import payload
-from petra.measure import SlowPipeline, environment
+from petra.measure import PipelineOverLinks, environment
 from petra.methods import METHODS
 from petra.pipeline import ShapeInference, partition
 from petra.pipeline.message_format import MessageFormat
@@ -153,10 +153,10 @@ class Rank:
             return schedule
         return self.slow_pipeline(dtype, seconds).adapted()
 
-    def slow_pipeline(self, dtype: str, seconds: float) -> SlowPipeline:
+    def slow_pipeline(self, dtype: str, seconds: float) -> PipelineOverLinks:
         ranks = self.work.ranks
         up, down = self.message_bytes(dtype)
-        return SlowPipeline([seconds] * ranks, range(ranks), up, down, self.work.latency, self.work.bandwidth)
+        return PipelineOverLinks([seconds] * ranks, range(ranks), up, down, self.work.latency, self.work.bandwidth)
 
     def measure(self, schedule: str, dtype: str, seconds: float) -> dict[str, Any]:
         """Train a pipeline. Return the seconds per micro-batch of each window on this rank."""

@@ -96,7 +96,7 @@ def test_receives_are_posted_while_earlier_ones_wait(transport, monkeypatch):
 
 @pytest.mark.parametrize(("ticks", "waited_for"), [(2, [0, 1, 2]), (3, [0, 1])])
 def test_as_many_ticks_may_send_as_messages_need(transport, ticks, waited_for):
-    transport.sending_ticks, waited = ticks, []
+    transport.max_unsent_ticks, waited = ticks, []
     for tick in range(5):
         transport.begin_tick()
         transport._pending_sends[-1].append((0, partial(waited.append, tick)))

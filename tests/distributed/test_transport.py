@@ -601,6 +601,6 @@ def test_messages_may_be_on_their_way_for_as_many_ticks_as_are_between_two_ranks
 
     def ticks(transport):
         make(copy.deepcopy(network), transport=transport, stages=3, schedule=[9, 4, 0])
-        return transport.sending_ticks
+        return transport.max_unsent_ticks
 
     assert run_together(ticks, 3) == [5, 5, 5]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petra.pipeline import DoesNotFit, assign, balance
+from petra.pipeline import PartitionDoesNotFit, assign, balance
 
 
 def all_cuts(layers, parts):
@@ -41,7 +41,7 @@ def test_equals_the_best_of_all_cuts(case):
 
     possible = [cut for cut in all_cuts(layers, parts) if not refused.intersection(enumerate(cut))]
     if not possible:
-        with pytest.raises(DoesNotFit):
+        with pytest.raises(PartitionDoesNotFit):
             balance(layers, parts, cost, lambda part, run: (part, run) not in refused)
         return
     found = balance(layers, parts, cost, lambda part, run: (part, run) not in refused)
@@ -75,10 +75,14 @@ def test_says_what_is_wrong():
         balance(3, 4, lambda part, run: len(run))
     with pytest.raises(ValueError, match="parts is 0"):
         balance(3, 0, lambda part, run: len(run))
-    with pytest.raises(DoesNotFit, match="part 1 cannot hold layer 2 within its limit: raise the limit") as error:
+    with pytest.raises(
+        PartitionDoesNotFit, match="part 1 cannot hold layer 2 within its limit: raise the limit"
+    ) as error:
         balance(6, 3, lambda part, run: len(run), lambda part, run: len(run) <= (2, 0, 2)[part])
     assert (error.value.part, error.value.segment) == (1, range(2, 3))
-    with pytest.raises(DoesNotFit, match="part 2 cannot hold layers 2 to 3"):  # there is room for one layer on each
+    with pytest.raises(
+        PartitionDoesNotFit, match="part 2 cannot hold layers 2 to 3"
+    ):  # there is room for one layer on each
         balance(4, 3, lambda part, run: len(run), lambda part, run: len(run) == 1)
 
 

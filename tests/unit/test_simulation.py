@@ -10,7 +10,7 @@ from helpers.simulation_reference import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petra.measure import Seconds, SlowPipeline, tick_seconds
+from petra.measure import PipelineOverLinks, Seconds, tick_seconds
 from petra.schedule import (
     AsyncSchedule,
     InterleavedSchedule,
@@ -212,12 +212,12 @@ def test_slow_pipelines_have_the_period_of_the_simulation(ranks, data):
     seconds = data.draw(st.lists(st.integers(1, 6).map(float), min_size=len(placement), max_size=len(placement)))
     up, down = ([float(data.draw(st.integers(0, 40))) for _ in placement[1:]] for _ in range(2))
     latency, bandwidth = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([3.0, 10.0, float("inf")]))
-    pipeline = SlowPipeline(seconds, placement, up, down, latency, bandwidth)
+    pipeline = PipelineOverLinks(seconds, placement, up, down, latency, bandwidth)
     stages = [
         StageCosts(forward=s / 3, backward=2 * s / 3, forward_bytes=f, backward_bytes=b)
         for s, f, b in zip(seconds, [*up, 0.0], [0.0, *down], strict=True)
     ]
-    adapted = pipeline.adapted(keep := data.draw(st.sampled_from([1.0, 0.95, 0.5])))
+    adapted = pipeline.least_in_flight(keep := data.draw(st.sampled_from([1.0, 0.95, 0.5])))
     found = per_microbatch(adapted, stages, latency, placement, bandwidth)
     assert pipeline.limit * (1 - 1e-6) <= found <= pipeline.period(adapted) * (1 + 1e-6)
     assert pipeline.period(adapted) <= pipeline.limit / keep * (1 + 1e-6)
@@ -231,10 +231,10 @@ def test_slow_pipelines_have_the_period_of_the_simulation(ranks, data):
 
 
 def test_receives_are_announced_where_a_tick_begins():
-    pipeline = SlowPipeline([2.0, 2.0], [0, 1], [0.0], [0.0], latency=5.0)
+    pipeline = PipelineOverLinks([2.0, 2.0], [0, 1], [0.0], [0.0], latency=5.0)
     # Two latencies pass from the announcement to the arrival, in n / 2 + 1 ticks without the work.
     assert [pipeline.period([n, 0]) for n in (1, 2, 3, 4, 10)] == [12, 6, 6, 4, 2]
-    assert pipeline.adapted(keep=1.0) == [10, 0]
+    assert pipeline.least_in_flight(keep=1.0) == [10, 0]
     assert least_in_flight([2.0, 2.0], [10.0], 2.0) == [6, 0]  # a transport that announces nothing
 
 

@@ -25,9 +25,9 @@ from petra.distributed import ProcessTransport, Transport
 from petra.measure import (
     Link,
     MemoryProbe,
+    PipelineOverLinks,
     Plan,
     Profile,
-    SlowPipeline,
     Stopwatch,
     make_plan,
     profile,
@@ -105,18 +105,18 @@ def _report(rank: int, error: Exception, folder: Path) -> None:
         (folder / ERROR).hardlink_to(own)  # in one step, because another rank may end this process
 
 
-def slow_pipeline(config: PlanConfig, own: Profile, plan: Plan, link: Link) -> SlowPipeline:
+def slow_pipeline(config: PlanConfig, own: Profile, plan: Plan, link: Link) -> PipelineOverLinks:
     """Return the stages of a plan with the links that were given."""
     cuts = partition(sum(plan.stages), plan.stages)
     seconds = [own.stage(cut).per_tick(config.accumulate) for cut in cuts]
-    return SlowPipeline(seconds, plan.placement, plan.up_bytes, plan.down_bytes, link.delay, link.bandwidth)
+    return PipelineOverLinks(seconds, plan.placement, plan.up_bytes, plan.down_bytes, link.delay, link.bandwidth)
 
 
 def compare_in_flight(config: PlanConfig, own: Profile, plan: Plan, link: Link, waiting: float) -> list[dict[str, Any]]:
     """Return staleness and speed of the plan's numbers in flight, of low-staleness and of lock-step."""
     pipeline, stages, k = slow_pipeline(config, own, plan, link), len(plan.stages), config.accumulate
     schedules = [
-        AsyncSchedule(pipeline.adapted(), k, "chosen"),
+        AsyncSchedule(pipeline.least_in_flight(), k, "chosen"),
         low_staleness(stages, k),
         lock_step(stages, k),
     ]
@@ -270,7 +270,7 @@ class Rank:
                     stages = config.stages or config.ranks
                     plan = make(config.make_schedule, stages=stages)
                     # Cut again: the memory of a stage depends on its number of micro-batches in flight.
-                    in_flight = slow_pipeline(config, own, plan, link).adapted()
+                    in_flight = slow_pipeline(config, own, plan, link).least_in_flight()
                     plan = make(lambda n: choose_schedule(method, n, config.accumulate, in_flight), stages=stages)
                     plan = replace(plan, tick=slow_pipeline(config, own, plan, link).period(in_flight))
                 else:

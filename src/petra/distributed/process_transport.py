@@ -253,7 +253,7 @@ class ProcessTransport(Transport):
         # A rank requests all receives of a tick before its first action; with gloo, a thread posts them in order. So
         # the messages of earlier ticks are received, and waiting for them cannot deadlock two ranks.
         self._pending_sends.append([])
-        while len(self._pending_sends) > self.sending_ticks:
+        while len(self._pending_sends) > self.max_unsent_ticks:
             self._wait_for(self._pending_sends.popleft())
 
     def flush(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from petra.distributed.transport import PendingReceive, Transport
 from petra.methods import BackwardMessage
-from petra.pipeline.compression import Codec
+from petra.pipeline.codecs import Codec
 from petra.pipeline.mailbox import EVALUATION, LocalMailbox, Outgoing, Shapes
 from petra.pipeline.message_format import MessageFormat
 from petra.pipeline.message_shapes import ShapeInference, Template, as_message, as_tensors, shapes_of
@@ -174,7 +174,7 @@ class RankMailbox(LocalMailbox):
         return self._receive(header, template, codecs)
 
     def _receive(self, header: Action, template: Template, codecs: Sequence[Codec]) -> PendingReceive:
-        encoded = tuple(codec.encoded(t) for codec, t in zip(codecs, template, strict=True))
+        encoded = tuple(codec.encoded_template(t) for codec, t in zip(codecs, template, strict=True))
         source = self._placement[header.stage]
         pending = self._transport.receive(source, header, self._permuted(encoded, 0, 2, 3, 1))
 

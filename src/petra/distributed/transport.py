@@ -62,7 +62,7 @@ class Transport(ABC):
         """Bytes of tensors sent, by receiving rank and kind of action ("F" or "B")."""
         self.latency = 0
         """The ticks after which all processes have taken part in an asynchronous operation."""
-        self.sending_ticks = 2
+        self.max_unsent_ticks = 2
         """The number of ticks, with the current one, whose messages may not have left yet; more over slow links."""
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - optional
@@ -97,7 +97,7 @@ class Transport(ABC):
         """
 
     def begin_tick(self) -> None:  # noqa: B027 - optional
-        """Start a new tick: wait until the messages that were sent `sending_ticks` ticks ago have left."""
+        """Start a new tick: wait until the messages that were sent `max_unsent_ticks` ticks ago have left."""
 
     def flush(self) -> None:  # noqa: B027 - optional
         """Wait until all messages that were sent have left."""

@@ -23,7 +23,7 @@ from petra.measure.gradient_similarity import GradientSimilarity
 from petra.measure.memory_estimate import MemoryEstimator
 from petra.measure.planner import Plan, make_plan
 from petra.measure.profile import Profile, Seconds, Stopwatch, profile
-from petra.measure.slow_links import SlowPipeline
+from petra.measure.slow_links import PipelineOverLinks
 from petra.measure.stage_costs import StageCounter
 from petra.measure.stage_memory import MemoryProbe, StageMemory, at_rest, nbytes
 from petra.measure.tick_time import Link, tick_seconds
@@ -37,10 +37,10 @@ __all__ = [
     "Measurement",
     "MemoryEstimator",
     "MemoryProbe",
+    "PipelineOverLinks",
     "Plan",
     "Profile",
     "Seconds",
-    "SlowPipeline",
     "StageCounter",
     "StageMemory",
     "Stopwatch",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from petra.formatting import mebibytes
 from petra.measure.stage_memory import StageMemory
-from petra.pipeline import DoesNotFit, balance
+from petra.pipeline import PartitionDoesNotFit, balance
 
 
 class PartitionSearch:
@@ -55,7 +55,7 @@ class PartitionSearch:
                 self._exclude(rank, segment, rows[rank], self._limit)
             try:
                 segments = self._choose()
-            except DoesNotFit as error:
+            except PartitionDoesNotFit as error:
                 raise ValueError(
                     f"rank {error.part} cannot hold {error.layers} within {mebibytes(self._limit)} per rank "
                     f"(the fastest partition needs {mebibytes(fastest)}): raise the limit, use more ranks or use "

@@ -9,12 +9,12 @@ from math import inf
 
 from petra.schedule import AsyncSchedule, least_in_flight
 
-KEEP = 0.95
-"""The share of the throughput without waiting for messages that `SlowPipeline.adapted` keeps."""
+THROUGHPUT_SHARE = 0.95
+"""The share of the throughput without waiting for messages that `PipelineOverLinks.least_in_flight` keeps."""
 
 
 @dataclass(frozen=True)
-class SlowPipeline:
+class PipelineOverLinks:
     """The stages of a pipeline with an asynchronous schedule, and the links between its ranks.
 
     With gloo, the receiver announces each receive, and the sender waits for the announcement. A rank announces all
@@ -47,7 +47,7 @@ class SlowPipeline:
         """The smallest possible seconds per micro-batch if messages took no time."""
         return max(self._rank_seconds)
 
-    def adapted(self, keep: float = KEEP) -> list[int]:
+    def least_in_flight(self, keep: float = THROUGHPUT_SHARE) -> list[int]:
         """Return the smallest numbers in flight that keep a share of the largest possible throughput over these links.
 
         Args:

@@ -5,13 +5,13 @@ measures one step, `upgrades.py` orders changes of storage by the time that they
 result, and `plan_cache.py` stores results for later calls. `petra.reversible.storage` explains the storages.
 """
 
-from petra.memory.fit import COMPILED, EAGER, PlanSearch, allocated_bytes, fit_memory
+from petra.memory.fit import COMPILED_STORAGES, EAGER_STORAGES, PlanSearch, allocated_bytes, fit_memory
 from petra.memory.memory_plan import DoesNotFit, MeasuredPlan, MemoryPlan
 from petra.memory.step_cost import StepCost
 
 __all__ = [
-    "COMPILED",
-    "EAGER",
+    "COMPILED_STORAGES",
+    "EAGER_STORAGES",
     "DoesNotFit",
     "MeasuredPlan",
     "MemoryPlan",

@@ -26,8 +26,8 @@ from petra.reversible.randomness import forked
 from petra.reversible.storage import set_storage, storage_of
 
 Storages = tuple[str, ...]
-EAGER = ("selective", "store")
-COMPILED = ("store:0.2", "store:0.5", "store:1")
+EAGER_STORAGES = ("selective", "store")
+COMPILED_STORAGES = ("store:0.2", "store:0.5", "store:1")
 _FINALISTS = 3
 """The number of fastest plans that are measured twice."""
 _CLOSE = 0.01
@@ -92,7 +92,7 @@ def fit_memory(
             step if splits else lambda parts: step(),
             device,
             allocated=lambda: allocated_bytes(network, [] if optimizer is None else [optimizer]),
-            storages=(COMPILED if compiled else EAGER) if storages is None else tuple(storages),
+            storages=(COMPILED_STORAGES if compiled else EAGER_STORAGES) if storages is None else tuple(storages),
             max_parts=max_parts if splits else 1,
             quiet=quiet,
         )

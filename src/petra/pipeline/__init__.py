@@ -10,14 +10,14 @@ the shapes of their messages.
 
 from petra.pipeline.activity import Activity
 from petra.pipeline.build import StageBuilder
-from petra.pipeline.compression import Codec
+from petra.pipeline.codecs import Codec
 from petra.pipeline.executor import Executor
 from petra.pipeline.gradient_clipping import GlobalClipping
 from petra.pipeline.hooks import Observer, TickRunner
 from petra.pipeline.mailbox import LocalMailbox, Mailbox
 from petra.pipeline.message_format import MessageFormat
 from petra.pipeline.message_shapes import ShapeInference
-from petra.pipeline.partition import DoesNotFit, assign, balance, partition
+from petra.pipeline.partition import PartitionDoesNotFit, assign, balance, partition
 from petra.pipeline.results import Diverged, MicrobatchResult, NonFiniteLoss
 from petra.pipeline.stage import Stage
 from petra.pipeline.weight_average import WeightAverage
@@ -26,7 +26,6 @@ __all__ = [
     "Activity",
     "Codec",
     "Diverged",
-    "DoesNotFit",
     "Executor",
     "GlobalClipping",
     "LocalMailbox",
@@ -35,6 +34,7 @@ __all__ = [
     "MicrobatchResult",
     "NonFiniteLoss",
     "Observer",
+    "PartitionDoesNotFit",
     "ShapeInference",
     "Stage",
     "StageBuilder",

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from petra.pipeline.compression import FLOAT32, Codec, find_codecs
+from petra.pipeline.codecs import FLOAT32, Codec, find_codecs
 from petra.reversible.streams import with_layout
 
 T = TypeVar("T", Tensor, Tensor | None)
@@ -30,7 +30,7 @@ class MessageFormat:
         """Return the format that `comm_dtype` of a trainer describes.
 
         Args:
-            comm_dtype: An argument of `petra.pipeline.compression.find_codecs`.
+            comm_dtype: An argument of `petra.pipeline.codecs.find_codecs`.
             channels_last: True to store images with their channels last.
 
         Returns:
@@ -44,7 +44,7 @@ class MessageFormat:
     @property
     def dtype(self) -> torch.dtype | None:
         """The type that streams and gradients are both cast to; None for float32 and for all other formats."""
-        same = self.streams == self.gradients and self.streams.largest is None and not self.streams.exact
+        same = self.streams == self.gradients and self.streams.max_value is None and not self.streams.exact
         return self.streams.dtype if same else None
 
     @property

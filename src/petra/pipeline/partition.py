@@ -51,7 +51,7 @@ def partition(layers: int, stages: int | Sequence[int]) -> list[range]:
     return [range(cuts[i], cuts[i + 1]) for i in range(len(sizes))]
 
 
-class DoesNotFit(ValueError):
+class PartitionDoesNotFit(ValueError):
     """No cut respects the limit.
 
     Args:
@@ -87,7 +87,7 @@ def balance(layers: int, parts: int, cost: Cost, fits: Fits | None = None) -> li
         The layers of each part.
 
     Raises:
-        DoesNotFit: If no cut fits.
+        PartitionDoesNotFit: If no cut fits.
         ValueError: If there are fewer layers than parts.
 
     Examples:
@@ -136,7 +136,7 @@ def _best(
                     ends[stop] = join(before, own), start
         if not ends:
             furthest = max(reached[part])
-            raise DoesNotFit(part, range(furthest, layers if last else furthest + 1))
+            raise PartitionDoesNotFit(part, range(furthest, layers if last else furthest + 1))
         reached.append(ends)
     cut: list[range] = []
     stop = layers

@@ -16,7 +16,7 @@ from petra.report.run_record import RunRecord, number, numbers, some_stages
 from petra.report.stage_bars import stage_bars
 from petra.report.timeline_chart import timeline_chart
 from petra.runs.config import RunConfig
-from petra.runs.run_folder import OF_FIT, written_by_fit
+from petra.runs.run_folder import FIT_HAS_NO_OPTIONS, written_by_fit
 from petra.schedule import PipelineSchedule, ScheduleTable, draw_svg
 from petra.trainer.schedules import choose_schedule
 
@@ -268,7 +268,7 @@ def timeline_section(run: RunRecord) -> Html:
 def config_section(run: RunRecord) -> Html:
     """Return the options of the run; those that differ from the defaults come first."""
     if not run.config:
-        return missing(OF_FIT if written_by_fit(run.folder) else "config.json is missing or damaged.")
+        return missing(FIT_HAS_NO_OPTIONS if written_by_fit(run.folder) else "config.json is missing or damaged.")
     defaults = {f.name: f.default for f in fields(RunConfig) if f.default is not MISSING}
     usual = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
     shown = {name for name, value in run.config.items() if name not in usual or usual[name] != value} | _ALWAYS

@@ -53,11 +53,11 @@ def set_storage(layers: Sequence[nn.Module], storages: Sequence[str]) -> None:
     Raises:
         ValueError: If the number of names is wrong, a name is unknown, or a layer is not reversible.
     """
-    for layer, storage in assigned(layers, storages):
+    for layer, storage in assign_storages(layers, storages):
         layer.storage = storage  # type: ignore[assignment]
 
 
-def assigned(layers: Sequence[nn.Module], storages: Sequence[str]) -> list[tuple[nn.Module, str]]:
+def assign_storages(layers: Sequence[nn.Module], storages: Sequence[str]) -> list[tuple[nn.Module, str]]:
     """Return the layers with their storages.
 
     Args:

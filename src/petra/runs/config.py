@@ -21,7 +21,7 @@ from petra.methods import METHODS
 from petra.pipeline import partition
 from petra.pipeline.stage import Loss
 from petra.reversible import ReversibleLayer
-from petra.reversible.storage import assigned, expand_storages
+from petra.reversible.storage import assign_storages, expand_storages
 from petra.runs import recipes
 from petra.runs.file_hashes import parse_json, read_json
 from petra.runs.model_arguments import options_for_both, outline
@@ -379,7 +379,7 @@ class RunConfig(RunOptions):
         if self.channels_last and not any(p.ndim == 4 for p in layers.parameters()):
             raise ValueError(f"--channels-last is for convolutions, and {self.model} has none: leave it out")
         if self.storage:
-            check_storage(assigned(list(layers), expand_storages(self.storage)), method)
+            check_storage(assign_storages(list(layers), expand_storages(self.storage)), method)
         cuts = partition(len(layers), self.stages)
         schedule = choose_schedule(method, len(cuts), self.accumulate, self.schedule, self.flush_until)
         for correction in choose_corrections(self.corrections, method, schedule):

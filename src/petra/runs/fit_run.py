@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from petra.data import Data, close_batches
 from petra.distributed import SingleProcess
-from petra.memory import COMPILED, MemoryPlan, PlanSearch, allocated_bytes
+from petra.memory import COMPILED_STORAGES, MemoryPlan, PlanSearch, allocated_bytes
 from petra.reversible.module_state import normalisations
 from petra.reversible.storage import shorten_storages
 from petra.runs.config import RunConfig
@@ -69,7 +69,7 @@ def fit_run(
         steps.run,
         device,
         allocated=steps.allocated,
-        storages=COMPILED if config.compile else ("store",),
+        storages=COMPILED_STORAGES if config.compile else ("store",),
         recompute=False,
         max_parts=gcd(config.batch_size, MAX_PARTS) if may_split else 1,
         quiet=quiet,

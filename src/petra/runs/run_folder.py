@@ -22,7 +22,7 @@ CONFIG, METRICS, SUMMARY, WEIGHTS, TRACE, JOB, VOCABULARY, TOKENIZER, NETWORK, *
 FIDELITY, FIDELITY_SUMMARY, FIDELITY_FIGURE, REPORT, *_ = _OTHERS
 HASHES = "hashes.json"
 CHECKPOINTS = "checkpoint"
-OF_FIT = "Trainer.fit does not record options."
+FIT_HAS_NO_OPTIONS = "Trainer.fit does not record options."
 CONFIG_REMEDY = f"restore a copy; if you edited it on purpose, remove {HASHES}"
 """The remedy for a `config.json` that has changed."""
 

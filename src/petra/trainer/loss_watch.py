@@ -16,7 +16,7 @@ from petra.pipeline import MicrobatchResult, Stage
 from petra.trainer.loss import class_dimension
 from petra.trainer.stability import Steps
 
-CHECKS = {150: 1.0, 200: 0.95, 300: 0.9, 600: 0.9, 1200: 0.9}
+LOSS_LIMITS = {150: 1.0, 200: 0.95, 300: 0.9, 600: 0.9, 1200: 0.9}
 """The numbers of updates after which the loss is checked, each with a limit: a share of the loss of random guessing.
 
 In benchmarks/guidance, the share in trainings that learn is at most 0.92 in updates 90 to 135, 0.91 in 135 to 180 and
@@ -44,7 +44,7 @@ class LossWatch:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._checks = list(CHECKS)
+        self._checks = list(LOSS_LIMITS)
         self._first: list[float] = []
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._copies: deque[AsyncCopy] = deque()
@@ -72,7 +72,7 @@ class LossWatch:
             self._seen += 1
         if not self._checks or self._stage.updates < self._checks[0]:
             return None
-        share = CHECKS[self._checks.pop(0)]
+        share = LOSS_LIMITS[self._checks.pop(0)]
         if self._warming_up() or len(self._recent) < _FIRST:
             return None
         verdict = self._judge(fmean(self._first), fmean(self._recent), share)

@@ -256,7 +256,7 @@ class Trainer:
             mailbox = RankMailbox(self.placement, transport, shape_inference, format)
             in_flight = [self.schedule.staleness(stage) for stage in range(len(cuts))]
             apart = [above - below for above, below in pairwise(in_flight)]
-            transport.sending_ticks = max(transport.sending_ticks, *apart)
+            transport.max_unsent_ticks = max(transport.max_unsent_ticks, *apart)
         self.executor = Executor(built, self.schedule, mailbox or LocalMailbox(len(cuts), format))
         self.executor.activity = transport.activity
         if graph_capture is not None:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from petra.pipeline import compression
-from petra.pipeline.compression import BLOCK, CODECS, find_codec, find_codecs
+from petra.pipeline import codecs
+from petra.pipeline.codecs import BLOCK, CODECS, find_codec, find_codecs
 from petra.pipeline.message_format import MessageFormat
 
 SHAPES = st.one_of(
@@ -26,7 +26,7 @@ def reference(x, codec):
     for start in range(0, len(flat), BLOCK):
         block = flat[start : start + BLOCK]
         largest = max(abs(v) for v in block) if all(math.isfinite(v) for v in block) else math.nan
-        scale = float(torch.tensor(largest) / codec.largest)
+        scale = float(torch.tensor(largest) / codec.max_value)
         for v in block:
             ratio = float(torch.tensor(v) / (scale if scale > 0 else 1.0))
             if math.isnan(scale):
@@ -34,7 +34,7 @@ def reference(x, codec):
             elif codec.name == "int8":
                 found.append(round(ratio) * scale)  # half to even
             else:
-                ratio = max(-codec.largest, min(codec.largest, ratio))
+                ratio = max(-codec.max_value, min(codec.max_value, ratio))
                 exponent = max(math.frexp(ratio)[1] - 1, -6) if ratio else -6
                 found.append(round(ratio / 2.0 ** (exponent - 3)) * 2.0 ** (exponent - 3) * scale)
     return torch.tensor(found, dtype=torch.float64).view(x.shape)
@@ -68,7 +68,7 @@ def test_what_is_sent_arrives_as_in_one_process(name, shape, seed, last):
     encoded = codec.encode((x, None, mask))
     for packed_part, part in zip(packed, encoded, strict=True):
         template = None if packed_part is None else packed_part.to("meta")
-        described = codec.encoded(template)
+        described = codec.encoded_template(template)
         assert (part is None) == (described is None)
         if part is None:
             continue
@@ -155,6 +155,6 @@ def test_what_is_no_codec(given_, message):
 
 
 def test_a_pytorch_without_fp8(monkeypatch):
-    monkeypatch.delitem(compression.CODECS, "fp8")
+    monkeypatch.delitem(codecs.CODECS, "fp8")
     with pytest.raises(ValueError, match=r"this PyTorch has no torch\.float8_e4m3fn"):
         find_codec("fp8")

@@ -29,7 +29,7 @@ class Codec:
     """The name that `--comm-dtype` takes."""
     dtype: torch.dtype = torch.float32
     """The type of the values that are sent."""
-    largest: float | None = None
+    max_value: float | None = None
     """The largest number of the type, if blocks of values have a scale; None if values are cast."""
 
     @property
@@ -59,7 +59,7 @@ class Codec:
         Returns:
             The tensors in float32.
         """
-        if self.exact or self.largest is not None:
+        if self.exact or self.max_value is not None:
             return tensors
         return tuple(t if t is None or t.dtype != self.dtype else t.float() for t in tensors)
 
@@ -72,11 +72,11 @@ class Codec:
         Returns:
             The rounded tensors; where blocks have scales, a vector of bytes for each of them.
         """
-        if self.largest is None:
+        if self.max_value is None:
             return self.pack(tensors)
         return tuple(self._bytes(t) if t is not None and _is_float32(t) else t for t in tensors)
 
-    def encoded(self, template: Tensor | None) -> Tensor | None:
+    def encoded_template(self, template: Tensor | None) -> Tensor | None:
         """Return the shape and dtype in which a tensor is sent.
 
         Args:
@@ -85,45 +85,45 @@ class Codec:
         Returns:
             A tensor without values.
         """
-        if self.largest is None or template is None or not _is_float32(template):
+        if self.max_value is None or template is None or not _is_float32(template):
             return template
         count = template.numel()
         return torch.empty(4 * _blocks(count) + count, dtype=torch.uint8, device="meta")
 
-    def decode(self, tensor: Tensor | None, template: Tensor | None, last: bool) -> Tensor | None:
+    def decode(self, tensor: Tensor | None, template: Tensor | None, channels_last: bool) -> Tensor | None:
         """Decode a received tensor; the result equals that of `pack`.
 
         Args:
             tensor: A tensor that `encode` returned.
             template: A tensor with the shape and dtype that `pack` returns.
-            last: True if images have their channels last.
+            channels_last: True if images have their channels last.
 
         Returns:
             The tensor, in the memory layout of messages.
         """
-        if self.largest is None or tensor is None or template is None or not _is_float32(template):
+        if self.max_value is None or tensor is None or template is None or not _is_float32(template):
             return tensor
-        return self._from_bytes(tensor, template.shape, last)
+        return self._from_bytes(tensor, template.shape, channels_last)
 
     def _round(self, tensor: Tensor) -> Tensor:
-        if self.largest is None:
+        if self.max_value is None:
             return tensor.to(self.dtype)
         return self._restored(*self._quantized(tensor), tensor.shape, _channels_last(tensor))
 
     def _quantized(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return values of the type in blocks, and the scale of each block."""
-        assert self.largest is not None
+        assert self.max_value is not None
         flat = (tensor.permute(0, 2, 3, 1) if _channels_last(tensor) else tensor).detach().reshape(-1)
         count = _blocks(flat.numel())
         blocks = pad(flat, (0, count * BLOCK - flat.numel())).view(count, BLOCK)
-        scales = blocks.abs().amax(1, keepdim=True) / self.largest
+        scales = blocks.abs().amax(1, keepdim=True) / self.max_value
         # A block with a value that is not finite arrives as NaN, so that a training that diverges is detected.
         scales = torch.where(scales.isfinite(), scales, torch.nan)
         values = blocks / torch.where(scales > 0, scales, 1)
         if not self.dtype.is_floating_point:
             values = values.round_().nan_to_num_(0.0)
         # For tiny values, the scale itself is rounded, so a quotient may exceed the largest number of the type.
-        return values.clamp_(-self.largest, self.largest).to(self.dtype), scales
+        return values.clamp_(-self.max_value, self.max_value).to(self.dtype), scales
 
     def _restored(self, values: Tensor, scales: Tensor, shape: torch.Size, last: bool) -> Tensor:
         flat = (values.float() * scales).view(-1)[: shape.numel()]
