@@ -63,6 +63,23 @@ def test_digits() -> None:
     assert len(rows.unique(dim=0)) == 1797  # nothing in both splits
 
 
+def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Petra reads its file, and calls it where the file is missing; the split is also the one it makes."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    index = train_test_split(np.arange(len(labels)), test_size=0.2, random_state=0, stratify=labels)
+    for _ in range(2):
+        data = load_data("digits")
+        parts = ((data.train_images, data.train_labels), (data.test_images, data.test_labels))
+        for rows, (found, classes) in zip(index, parts, strict=True):
+            expected = np.rint(pixels[rows] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
+            assert np.array_equal(found.numpy(), expected)
+            assert np.array_equal(classes.numpy(), labels[rows])
+        monkeypatch.setattr("petra.data.builtin.find_spec", lambda name: None)
+
+
 def test_synthetic() -> None:
     data = load_data("synthetic")
     assert data.input_shape == (3, 32, 32)

@@ -1,6 +1,8 @@
 """Data sets that need no files: scikit-learn's digits, and random images to measure speed and memory."""
 
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,12 +17,9 @@ _SYNTHETIC = re.compile(f"synthetic(?::{_COUNT}x{_COUNT}x{_COUNT}:{_COUNT}(?::{_
 
 def digits() -> ImageData:
     """1797 handwritten digits of 8×8 pixels; a fixed, stratified fifth of them is the test split."""
-    from sklearn.datasets import load_digits  # imported here because it takes a second
-    from sklearn.model_selection import train_test_split
-
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = _read_digits()
     images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
-    train, test = train_test_split(np.arange(len(labels)), test_size=0.2, random_state=0, stratify=labels)
+    train, test = _stratified_split(labels, tests=360)
 
     def part(index: np.ndarray) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(images[index]), torch.from_numpy(labels[index].astype(np.int64))
@@ -34,6 +33,51 @@ def digits() -> ImageData:
         flip=False,
         class_names=tuple("0123456789"),
     )
+
+
+def _read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels and labels from the file of scikit-learn, which itself takes seconds to import."""
+    found = find_spec("sklearn")
+    file = Path(found.origin).parent / "datasets/data/digits.csv.gz" if found and found.origin else None
+    if file is not None and file.is_file():
+        rows = np.loadtxt(file, delimiter=",")
+        return rows[:, :-1], rows[:, -1].astype(np.int64)
+    from sklearn.datasets import load_digits
+
+    pixels: np.ndarray
+    pixels, labels = load_digits(return_X_y=True)
+    return pixels, labels
+
+
+def _stratified_split(labels: np.ndarray, tests: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices for training and for testing: those of scikit-learn's `train_test_split` with random_state 0."""
+    random = np.random.RandomState(0)
+    _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    trained = _shares(counts, len(labels) - tests, random)
+    tested = _shares(counts - trained, tests, random)
+    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for number, (first, second) in enumerate(zip(trained, tested, strict=True)):
+        index = np.flatnonzero(classes == number)[random.permutation(counts[number])]
+        parts[0].append(index[:first])
+        parts[1].append(index[first : first + second])
+    train, test = (random.permutation(np.concatenate(part)) for part in parts)
+    return train, test
+
+
+def _shares(counts: np.ndarray, total: int, random: np.random.RandomState) -> np.ndarray:
+    """Divide a total in proportion to counts; the largest remainders are rounded up, and equal ones at random."""
+    exact = counts / counts.sum() * total
+    shares: np.ndarray = exact.astype(int)
+    left = int(total - shares.sum())
+    remainders = exact - shares
+    for value in np.unique(remainders)[::-1]:
+        if left == 0:
+            break
+        (equal,) = np.where(remainders == value)
+        chosen = random.choice(equal, size=min(len(equal), left), replace=False)
+        shares[chosen] += 1
+        left -= len(chosen)
+    return shares
 
 
 def synthetic(spec: str, seed: int) -> ImageData:
