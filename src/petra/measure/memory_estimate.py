@@ -17,6 +17,7 @@ from petra.pipeline.message_shapes import Template, as_message, shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.pipeline.stage import Loss
 from petra.reversible.storage import set_storage
+from petra.reversible.on_paper import OnPaper
 from petra.reversible.streams import Streams, channels_last
 from petra.schedule import Action, Kind, PipelineSchedule
 
@@ -107,9 +108,8 @@ class MemoryEstimator:
         return peaks
 
     def _tick(self, executor: Executor) -> None:
-        executor.tick(
-            tuple(torch.empty_like(x) for x in self.inputs), self.targets
-        )  # every micro-batch has its own memory
+        with OnPaper():  # every micro-batch has its own memory
+            executor.tick(tuple(torch.empty_like(x) for x in self.inputs), self.targets)
 
     def _stage(self, index: int, cut: range, count: int) -> Stage:
         layers = [deepcopy(layer) if i in cut else layer for i, layer in enumerate(self.layers)]

@@ -13,6 +13,7 @@ from petra.methods import BackwardMessage, Method, Settings
 from petra.pipeline.build import StageBuilder
 from petra.pipeline.mailbox import Shapes
 from petra.pipeline.message_format import MessageFormat
+from petra.reversible.on_paper import OnPaper
 from petra.reversible.streams import Streams
 
 Template = tuple[Tensor | None, ...]
@@ -75,7 +76,8 @@ class ShapeInference:
             The messages that each stage receives.
         """
         if inputs not in self._known:
-            self._known[inputs] = self._run(tuple(torch.empty(s, dtype=d, device="meta") for s, d in inputs))
+            with OnPaper():
+                self._known[inputs] = self._run(tuple(torch.empty(s, dtype=d, device="meta") for s, d in inputs))
         return self._known[inputs]
 
     def outputs(self, inputs: Shapes) -> list[Template]:
@@ -90,9 +92,10 @@ class ShapeInference:
         if inputs not in self._evaluated:
             streams: Streams = tuple(torch.empty(s, dtype=d, device="meta") for s, d in inputs)
             templates: list[Template] = []
-            for stage in self._stages:
-                templates.append(streams)
-                streams = self._sent(stage.predict(self._format.streams.unpack(streams)), stage.last)
+            with OnPaper():
+                for stage in self._stages:
+                    templates.append(streams)
+                    streams = self._sent(stage.predict(self._format.streams.unpack(streams)), stage.last)
             self._evaluated[inputs] = templates
         return self._evaluated[inputs]
 
