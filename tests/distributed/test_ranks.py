@@ -38,8 +38,8 @@ CASES = [
 ]
 CASES.append({"options": {"method": "petra", "stages": 4, "comm_dtype": "bf16"}})
 CASES += [
-    {"options": {"method": "petra", "stages": 4, "comm_dtype": "int8"}, "ticks": 14, "resume_after": 9},
-    {"options": {"method": "petra", "stages": 4, "comm_dtype": "streams=bf16,gradients=fp8"}, "ticks": 14},
+    {"options": {"method": "petra", "stages": 4, "comm_dtype": "int8"}, "resume_after": 9},
+    {"options": {"method": "petra", "stages": 4, "comm_dtype": "streams=bf16,gradients=fp8"}},
 ]
 CLIPPED = {"method": "petra", "stages": 4, "clip_norm": 0.1, "clip": "global"}
 CASES += [{"options": CLIPPED, "ticks": 10}, {"options": {**CLIPPED, "schedule": "1f1b", "accumulate": 2}, "ticks": 10}]

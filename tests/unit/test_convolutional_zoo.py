@@ -93,7 +93,7 @@ def test_which_layers_are_reversible(name):
         assert len(ordinary) == len(network)
 
 
-@pytest.mark.parametrize("depth", range(1, 8))
+@pytest.mark.parametrize("depth", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", REVERSIBLE)
 def test_gradients_and_statistics_equal_plain_autograd(name, depth, device):
     twin = tiny(name, depths=(depth, depth)).to(device)

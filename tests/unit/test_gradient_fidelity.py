@@ -122,7 +122,7 @@ def test_stale_gradients_against_brute_force(method, schedule, k):
             used[stage.index, action.microbatch] = [p.grad.clone() for p in stage.parameters]
 
     trainer.executor.observers.append(keep)
-    data = list(batches(12, dtype=torch.float64))
+    data = list(batches(8 + 2 * k, dtype=torch.float64))
     nets = []
     with Fidelity(trainer.executor) as fidelity:
         for x, y in data:
@@ -280,7 +280,7 @@ def test_loading_a_state_discards_updates_in_flight():
 
 
 @pytest.mark.parametrize("schedule", ["low-staleness", "lock-step"])
-@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("k", [2, 3])
 def test_updates_between_measurements_do_not_affect_them(schedule, k):
     """Between two measurements, some updates have micro-batches of which only the first are observed."""
     found = []
