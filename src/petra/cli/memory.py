@@ -16,7 +16,7 @@ from petra.cli.plan_config import InputOptions, PlanConfig
 from petra.formatting import render
 from petra.measure import Activations, environment
 from petra.measure.memory_figure import draw_memory
-from petra.reversible.on_paper import OnPaper
+from petra.pipeline.fast_meta import FastMetaOperations
 from petra.runs.option_fields import check_values, like, option, options_of
 from petra.runs.run_folder import check_not_file
 from petra.runs.run_options import TRAINING, RunOptions
@@ -112,7 +112,7 @@ def count(config: PlanConfig) -> list[int]:
         stages=config.stages or 1,
         schedule=config.schedule,
     )
-    with OnPaper():
+    with FastMetaOperations():
         for _ in range(trainer.schedule.staleness(0) + 1):
             trainer.step(inputs, targets)
         with Activations(trainer.executor) as found:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from petra.measure.stage_memory import MemoryProbe, StageMemory
 from petra.methods import BackwardMessage, Method, Settings, StageLayers
 from petra.pipeline import Executor, LocalMailbox, MessageFormat, ShapeInference, Stage, StageBuilder
+from petra.pipeline.fast_meta import FastMetaOperations
 from petra.pipeline.message_shapes import Template, as_message, shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.pipeline.stage import Loss
 from petra.reversible.storage import set_storage
-from petra.reversible.on_paper import OnPaper
 from petra.reversible.streams import Streams, channels_last
 from petra.schedule import Action, Kind, PipelineSchedule
 
@@ -108,7 +108,7 @@ class MemoryEstimator:
         return peaks
 
     def _tick(self, executor: Executor) -> None:
-        with OnPaper():  # every micro-batch has its own memory
+        with FastMetaOperations():  # every micro-batch has its own memory
             executor.tick(tuple(torch.empty_like(x) for x in self.inputs), self.targets)
 
     def _stage(self, index: int, cut: range, count: int) -> Stage:

@@ -16,10 +16,10 @@ from torch import nn
 
 from petra.methods import BackwardMessage, Method, Settings, StageLayers
 from petra.pipeline import MessageFormat, ShapeInference, Stage, StageBuilder
+from petra.pipeline.fast_meta import FastMetaOperations
 from petra.pipeline.message_shapes import shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.pipeline.stage import Loss
-from petra.reversible.on_paper import OnPaper
 from petra.reversible.streams import Streams, channels_last
 
 
@@ -305,7 +305,7 @@ def _records(layers: Sequence[nn.Module], method: Method, inputs: Streams) -> li
     def recording_layers(start: int, stop: int, final: bool) -> set[int]:
         seen.clear()
         streams = tuple(x for x in stage_inputs[start] if x is not None)
-        with OnPaper():
+        with FastMetaOperations():
             method.forward(StageLayers(meta_layers[start:stop], start, settings), 0, streams, final)
         return set(seen)
 

@@ -19,10 +19,10 @@ from petra.measure.profile import Profile
 from petra.measure.stage_memory import nbytes
 from petra.methods import Method, Settings
 from petra.pipeline import ShapeInference, Stage, StageBuilder
+from petra.pipeline.fast_meta import FastMetaOperations
 from petra.pipeline.message_shapes import Template, as_message, shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.pipeline.stage import Loss
-from petra.reversible.on_paper import OnPaper
 from petra.reversible.streams import Streams, storage_id
 from petra.simulation import StageCosts
 
@@ -125,7 +125,7 @@ class StageCounter:
         stage = replace(self._builder, layers=layers).build(index, count, cut)
         inputs = tuple(torch.empty_like(x) for x in self._shapes.forward[cut.start] if x is not None)
         graph, recomputed = _LiveTensors(stage), _LiveTensors(stage)
-        with OnPaper(), _Operations() as forward, graph:
+        with FastMetaOperations(), _Operations() as forward, graph:
             outputs = stage.forward(0, inputs)
             if stage.synthesizer is not None:
                 stage.predict_gradient(0, outputs)
@@ -140,7 +140,7 @@ class StageCounter:
             template = self._shapes.backward[cut.stop - 1]
             tensors = tuple(None if t is None else torch.empty_like(t) for t in template)
             message = as_message(tensors, stage.needs_outputs)
-        with OnPaper(), _Operations() as backward, recomputed:
+        with FastMetaOperations(), _Operations() as backward, recomputed:
             stage.backward(0, message)
         stage.update()
         categories = stage.tensors_by_category()

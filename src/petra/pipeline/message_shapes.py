@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from petra.methods import BackwardMessage, Method, Settings
 from petra.pipeline.build import StageBuilder
+from petra.pipeline.fast_meta import FastMetaOperations
 from petra.pipeline.mailbox import Shapes
 from petra.pipeline.message_format import MessageFormat
-from petra.reversible.on_paper import OnPaper
 from petra.reversible.streams import Streams
 
 Template = tuple[Tensor | None, ...]
@@ -76,7 +76,7 @@ class ShapeInference:
             The messages that each stage receives.
         """
         if inputs not in self._known:
-            with OnPaper():
+            with FastMetaOperations():
                 self._known[inputs] = self._run(tuple(torch.empty(s, dtype=d, device="meta") for s, d in inputs))
         return self._known[inputs]
 
@@ -92,7 +92,7 @@ class ShapeInference:
         if inputs not in self._evaluated:
             streams: Streams = tuple(torch.empty(s, dtype=d, device="meta") for s, d in inputs)
             templates: list[Template] = []
-            with OnPaper():
+            with FastMetaOperations():
                 for stage in self._stages:
                     templates.append(streams)
                     streams = self._sent(stage.predict(self._format.streams.unpack(streams)), stage.last)

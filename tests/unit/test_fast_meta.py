@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from petra.reversible import on_paper
-from petra.reversible.on_paper import OnPaper
+from petra.pipeline import fast_meta
+from petra.pipeline.fast_meta import FastMetaOperations
 
 
 def described(value):
@@ -56,7 +56,7 @@ def run(module, shape, dtype, layout):
 )
 def test_outputs_are_those_of_pytorch(module, dtype, layout):
     expected = run(module, (2, 3, 5, 4), dtype, layout)
-    with OnPaper():
+    with FastMetaOperations():
         found = run(module, (2, 3, 5, 4), dtype, layout)
     assert found == expected
     assert {"aten.native_batch_norm.default", "aten.relu.default"} <= {name for name, _ in found[0]}
@@ -65,14 +65,14 @@ def test_outputs_are_those_of_pytorch(module, dtype, layout):
 def test_only_tensors_without_values_are_concerned(monkeypatch):
     x = torch.randn(4, 3)
     norm = nn.BatchNorm1d(3)
-    with OnPaper():
+    with FastMetaOperations():
         assert torch.equal(torch.relu(x), x.clamp(min=0))
         assert norm(x).abs().max() > 0
     made = []
-    usual = on_paper._KNOWN[torch.ops.aten.native_batch_norm.default]
+    usual = fast_meta._KNOWN[torch.ops.aten.native_batch_norm.default]
     monkeypatch.setitem(
-        on_paper._KNOWN, torch.ops.aten.native_batch_norm.default, lambda *a: made.append(usual(*a)) or made[-1]
+        fast_meta._KNOWN, torch.ops.aten.native_batch_norm.default, lambda *a: made.append(usual(*a)) or made[-1]
     )
-    with OnPaper():
+    with FastMetaOperations():
         norm.to("meta")(x.to("meta"))
     assert made[0] is not None  # the fast way is the one that is taken
