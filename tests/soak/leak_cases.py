@@ -28,6 +28,7 @@ from petra.distributed import Transport, job
 from petra.runs import weight_files
 from petra.runs.config import RunConfig
 from petra.runs.run import Run
+from petra.trainer import best_weights
 from soak.leaks import SAMPLES, Sample, measure
 
 LIMIT = 1800.0
@@ -178,9 +179,16 @@ def folders(transport: Transport | None) -> Iterator[Callable[[], AbstractContex
             transport.gather(None)
 
 
+def read_weights_from_memory() -> None:
+    """Avoid a leak of safetensors 0.8.0: two numbers for every tensor that it reads from a file."""
+    for module in (weight_files, best_weights):
+        module.load_file = lambda file: safetensors.torch.load(Path(file).read_bytes())  # type: ignore[attr-defined]
+
+
 @contextmanager
 def fits(transport: Transport | None) -> Iterator[Callable[[], object]]:
     """`Trainer.fit` with checkpoints, and again from the last checkpoint."""
+    read_weights_from_memory()
     data = list(batches(8))
     with folders(transport) as make_folder:
 
@@ -211,8 +219,7 @@ CONFIG = RunConfig(
 @contextmanager
 def runs(transport: Transport | None, workers: int = 0) -> Iterator[Callable[[], object]]:
     """Runs of the command line: data workers, checkpoints, and a resumption of what has finished."""
-    # safetensors 0.8.0 leaks two numbers for every tensor that it reads from a file, but not from memory.
-    weight_files.load_file = lambda file: safetensors.torch.load(Path(file).read_bytes())  # type: ignore[attr-defined]
+    read_weights_from_memory()
     with folders(transport) as make_folder:
 
         def work() -> None:
