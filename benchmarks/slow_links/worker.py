@@ -151,7 +151,7 @@ class Rank:
         """Return the schedule for the trainer; `adapted` is replaced by numbers in flight."""
         if schedule != "adapted":
             return schedule
-        return self.slow_pipeline(dtype, seconds).adapted()
+        return self.slow_pipeline(dtype, seconds).least_in_flight()
 
     def slow_pipeline(self, dtype: str, seconds: float) -> PipelineOverLinks:
         ranks = self.work.ranks

@@ -236,11 +236,11 @@ def real_memory(network, storage, stages, transport):
     """The bytes of this rank in a full reversible pipeline."""
     network = deepcopy(network)
     network.use_storage(*expand_storages(storage))
-    trainer = make(network, method="reversible", transport=transport, stages=stages, accumulate=4, schedule="gpipe")
-    for _ in range(8):
+    trainer = make(network, method="reversible", transport=transport, stages=stages, accumulate=2, schedule="gpipe")
+    for _ in range(4):
         trainer.step(X.clone(), Y)
     peaks = []
-    for _ in range(4):
+    for _ in range(2):
         trainer.state_dict()  # receives the messages that have arrived
         with MemoryProbe(trainer.executor) as probe:
             trainer.step(X.clone(), Y)
@@ -252,14 +252,14 @@ REVERSIBLE = (1, 2, 4)  # layers of `small_network`
 
 
 def test_ranks_store_what_fits():
-    """For every limit: memory is that of a real run, and no rank could store one more layer."""
+    """No rank could store one more layer, and the predicted memory is that of a real run."""
     profile = made_up(1, 4, 2, 1, 6, 1)
 
     def planned(limit):
         return make_plan(
             list(small_network()),
             METHODS["reversible"],
-            lambda n: GPipeSchedule(n, 4),
+            lambda n: GPipeSchedule(n, 2),
             profile,
             **PARTS,
             ranks=2,
@@ -276,7 +276,7 @@ def test_ranks_store_what_fits():
         names = ["reconstruct" if i in REVERSIBLE and i not in stored else "store" for i in range(6)]
         found = estimator.with_storage(names)
         return [
-            total_bytes(found.memory([cut], rank, GPipeSchedule(2, 4))) for rank, cut in enumerate(partition(6, [3, 3]))
+            total_bytes(found.memory([cut], rank, GPipeSchedule(2, 2))) for rank, cut in enumerate(partition(6, [3, 3]))
         ]
 
     by_subset = [(stored, needed(stored)) for stored in subsets]
@@ -290,7 +290,7 @@ def test_ranks_store_what_fits():
         assert all(max(memory) > limit for memory in more)
         saved = [sum((0, 2, 1, 0, 3, 0)[i] for i in stored & own) for own in ({1, 2}, {4})]
         assert found.seconds == [7 - saved[0], 8 - saved[1]]
-        if found.storage:
+        if len(stored) == 2:
             real = run_together(partial(real_memory, small_network(), found.storage, [3, 3]), 2)
             assert found.memory == real
         counts.append(len(stored))

@@ -211,28 +211,32 @@ class _Planner:
             return plan
         # `store` is the only storage of other layers that a trainer takes.
         none = tuple("reconstruct" if own else "store" for own in reversible)
+
+        @cache
+        def memory_of(rank: int, own: frozenset[int]) -> int:
+            return self._memory_of(plan, rank, _store(none, own))
+
         stored: set[int] = set()
+        memory = []
         for rank, layers in enumerate(plan.layers):
-            needed = self._memory_of(plan, rank, none)
+            own: frozenset[int] = frozenset()
+            needed = memory_of(rank, own)
             candidates = [layer for layer in layers if reversible[layer]]
-            more = {layer: self._memory_of(plan, rank, _store(none, [layer])) - needed for layer in candidates}
+            more = {layer: memory_of(rank, frozenset([layer])) - needed for layer in candidates}
             candidates.sort(key=lambda layer: more[layer] / max(self.profile.layers[layer].forward, 1e-9))
-            left: list[int] = []
-            while len(left) < len(candidates):  # again, because two neighbours may need less than one of them
-                left, candidates = candidates, []
-                for layer in left:
-                    with_it = self._memory_of(plan, rank, _store(none, stored | {layer}))
-                    if with_it <= max(self.limit, needed):
-                        needed = with_it
-                        stored.add(layer)
-                    else:
-                        candidates.append(layer)
+            before = None
+            while own != before:  # again, because two neighbours may need less than one of them
+                before = own
+                for layer in candidates:
+                    if (with_it := memory_of(rank, own | {layer})) <= max(self.limit, needed):
+                        needed, own = with_it, own | {layer}
             if needed > self.limit:
                 return plan
+            stored |= own
+            memory.append(needed)
         if not stored:
             return plan
         storages = _store(none, stored)
-        memory = [self._memory_of(plan, rank, storages) for rank in range(len(plan.layers))]
         faster = replace(self, profile=self.profile.storing(stored))
         cuts = partition(len(estimator.layers), plan.stages)
         found = faster._plan(cuts, plan.placement, self.schedule(len(cuts)), memory)
