@@ -1,10 +1,14 @@
 """Mistakes on the command line that are easily made: one line says what is wrong and how to fix it."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 from helpers.commands import SMALL
 
 from petra.cli.main import main
 from petra.cli.parser import build_parser
+from petra.trainer.checkpoint import write_atomically
 
 
 def said(capsys, *arguments):
@@ -22,6 +26,34 @@ def said(capsys, *arguments):
 def test_without_a_command_there_is_help(capsys):
     assert main([]) == 0
     assert capsys.readouterr().out == build_parser().format_help()
+
+
+def test_interrupted_while_a_command_is_imported(monkeypatch, capsys):
+    parser = build_parser()
+
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parser, "parse_args", interrupt)
+    monkeypatch.setattr("petra.cli.main.build_parser", lambda: parser)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "petra: stopped\n"
+
+
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code(monkeypatch):
+    full = SimpleNamespace(write=Mock(side_effect=OSError(27, "File too large")), flush=lambda: None)
+    monkeypatch.setattr("sys.stderr", full)
+    assert main(["evaluate", "/no/such/folder"]) == 2
+    assert full.write.called
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    def fail(file):
+        raise OSError(27, "File too large")
+
+    with pytest.raises(OSError, match=r"File too large: '.*weights.safetensors'"):
+        write_atomically(tmp_path / "weights.safetensors", fail)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_options_that_a_command_does_not_have(capsys):

@@ -72,7 +72,7 @@ def test_exit_codes(server):
     assert [process.poll() for process in processes] == [2, 0, 1]
 
 
-@pytest.mark.parametrize(("rank", "number"), [(30, signal.SIGTERM), (31, signal.SIGKILL), (32, signal.SIGUSR1)])
+@pytest.mark.parametrize(("rank", "number"), [(30, signal.SIGTERM), (31, signal.SIGKILL), (32, signal.SIGINT)])
 def test_signals(server, folder, rank, number):
     """They act as on a process that Python has started, although the server ignores SIGTERM."""
     process, other = start(server, rank, "wait"), start(server, rank + 10, "wait")

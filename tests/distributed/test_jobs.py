@@ -1,5 +1,6 @@
 """Jobs of several processes from the command line: they agree with one process, and none of them dies unnoticed."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,8 @@ from helpers.forked_jobs import ForkFromHere, torchrun
 from torch.distributed import TCPStore
 
 from petra.cli.main import main
-from petra.distributed import job, launch, watchdog
+from petra.distributed import job, launch, resilient, watchdog
+from petra.distributed.membership import Roster
 
 pytestmark = pytest.mark.slow
 
@@ -217,6 +220,45 @@ def leave_alone(rank, port, early):
 @pytest.mark.parametrize("early", [False, True])
 def test_who_is_gone_is_named_to_the_last_moment(early):
     meet(leave_alone, early)
+
+
+def fail_to_write(rank, port):
+    """One rank cannot write; the error of the system does not say which."""
+    become_rank(rank, port)
+
+    def work():
+        with job.join(torch.device("cpu"), timeout=60) as transport:
+            if rank == 1:
+                raise OSError(errno.ENOSPC, "No space left", "metrics.jsonl")
+            transport.gather(None)
+
+    if rank == 1:
+        with pytest.raises(OSError, match=r"^rank 1: \[Errno 28\] No space left: 'metrics.jsonl'$"):
+            work()
+    else:
+        with pytest.raises(job.ReportedElsewhere):
+            work()
+    os._exit(0)  # the connections to the other would keep it
+
+
+def test_the_rank_that_cannot_write_is_named():
+    meet(fail_to_write)
+
+
+def test_a_launcher_that_is_gone_is_no_error_of_the_network(monkeypatch):
+    @contextmanager
+    def join(*given, **options):
+        raise dist.DistNetworkError("Broken pipe")
+        yield
+
+    monkeypatch.setenv("PETRA_MEMBER", "0")
+    monkeypatch.setattr(resilient, "StoreConnection", lambda *given: None)
+    monkeypatch.setattr(resilient.Membership, "wait", lambda *given: Roster(0, (0,)))
+    monkeypatch.setattr(resilient, "join", join)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # `run_in_job` sets them
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(job.JobFailed, match="the process that started the job is gone"):
+        resilient.run_in_job(lambda *given: None, torch.device("cpu"))
 
 
 def wait_at_the_store(rank, port):

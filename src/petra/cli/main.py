@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from petra.cli.parser import build_parser
 
@@ -31,9 +32,9 @@ def main(arguments: Sequence[str] | None = None, *, module: str = "petra") -> in
     if not arguments:
         parser.print_help()
         return 0
-    options = parser.parse_args(arguments)
-    options.arguments, options.module = arguments, module
     try:
+        options = parser.parse_args(arguments)  # it imports the command, which takes seconds
+        options.arguments, options.module = arguments, module
         code = options.run(options)
         sys.stdout.flush()
         return int(code or 0)
@@ -72,7 +73,8 @@ def _fail(error: BaseException, code: int, prefix: str = "error: ") -> int:
     # Before the processes have met, all of them find the same error.
     reports = _single_process() or has_joined() or is_first_process() or is_replacement()
     if reports or (code != 130 and _first_process_survives()):
-        print(f"petra: {prefix}{text}", file=sys.stderr)
+        with suppress(OSError):  # nobody can read it
+            print(f"petra: {prefix}{text}", file=sys.stderr)
     return _leave(code)
 
 
@@ -100,7 +102,8 @@ def _single_process() -> bool:
 
 def _leave(code: int) -> int:
     if not _single_process():  # connections to ranks that are gone would keep the interpreter from ending
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
         os._exit(code)
     return code

@@ -73,7 +73,8 @@ def run(variables: dict[str, str], module: str, arguments: Sequence[str]) -> Non
     import torch
 
     os.setsid()  # Ctrl-C reaches it once, through the process that started the job
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):  # without a traceback, until the command has its own handlers
+        signal.signal(number, signal.SIG_DFL)
     os.environ.update(variables)
     if sys.platform != "linux" or torch.cuda._is_in_bad_fork():
         # Other systems' libraries may not work after a fork, nor does CUDA if an import has called it.

@@ -161,6 +161,8 @@ def join(
             raise ReportedElsewhere(2 if isinstance(error, ValueError | OSError) else 1) from error
         if isinstance(error, LostRank):
             raise JobFailed(message) from error
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, which does not know the rank
+            raise OSError(message) from error
         raise
     watchdog.close()
     dist.destroy_process_group()  # without `_leave`: a process that leaves early reports why, as one that has joined

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from petra.distributed.job import GenerationOver, JobFailed, ReportedElsewhere, connect_store, join
 from petra.distributed.membership import JobEnded, Membership, Roster, member_number
@@ -76,6 +77,8 @@ def run_in_job(
                 return result
         except GenerationOver:
             snapshots.disconnect()
+        except (dist.DistNetworkError, dist.DistStoreError) as error:  # those of messages are `LostRank`
+            raise JobFailed("the process that started the job is gone") from error
         gc.collect()  # the network and the optimizers of this generation
 
 
