@@ -189,3 +189,4 @@ class Attempt:
                     os.kill(pid, signal.SIGKILL)
             self.process.poll()
             time.sleep(0.05)
+        self._copy.wait()
