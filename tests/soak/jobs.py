@@ -96,15 +96,10 @@ class Attempt:
             "TMPDIR": str(self.temporary),
         }
         command = [sys.executable, *job.program, *job.arguments(self.folder, timeout), *extra]
-        # Through a pipe: a limit of the size of files must not keep a process from saying why it ends.
         with self._log.open("w") as log:
-            copy = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True)
-        assert copy.stdin is not None
-        with copy.stdin as pipe:
             self.process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        self._copy = copy
         self.began = time.monotonic()
         self.fault_limit = FAULT_LIMIT
         """Seconds that it has until the moment of its fault."""
@@ -175,7 +170,6 @@ class Attempt:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             if not self.running and not self.processes():
-                self._copy.wait()
                 return self.process.returncode
             time.sleep(0.1)
         self.kill()
@@ -189,4 +183,3 @@ class Attempt:
                     os.kill(pid, signal.SIGKILL)
             self.process.poll()
             time.sleep(0.05)
-        self._copy.wait()

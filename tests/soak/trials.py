@@ -147,7 +147,6 @@ class Soak:
 
     def _left(self, attempt: Attempt, ports: set[int], worker_ended: bool = False) -> list[str]:
         found = [*leftovers(attempt, ports), *temporary_files(attempt, worker_ended)]
-        shutil.rmtree(attempt.temporary)  # so that the next attempt does not find them
         return [f"left behind: {thing}" for thing in found]
 
     def _print(self, text: str) -> None:
