@@ -204,3 +204,14 @@ def test_a_worker_that_a_signal_has_ended_leaves_a_socket(tmp_path):
     attempt = SimpleNamespace(temporary=tmp_path)
     assert len(leftovers.temporary_files(attempt)) == 3
     assert leftovers.temporary_files(attempt, worker_ended=True) == ["temporary file other"]
+    leftovers.remove_temporary_files(attempt)
+    assert leftovers.temporary_files(attempt) == []
+
+
+def test_a_full_disk_keeps_nobody_from_saying_why(soak):
+    trial = Trial(0, 0, stand_in("--until-fault"), [])
+    fault = FileLimit("full disk", "process 0", True, Moment(3, 0.0), 0)
+    attempt = soak._start(trial, soak.folder / "0", "fault0", fault)
+    assert fault.happen(attempt)
+    assert attempt.end(30.0) == 2
+    assert attempt.said == "petra: error: the checkpoint could not be written (File too large)\n"

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ MARK = "PETRA_SOAK_ATTEMPT"
 """An environment variable of all processes of an attempt."""
 FAULT_LIMIT = 240.0
 """Seconds that a job has until the moment of its fault, if the machine is not busy."""
+COPY_LIMIT = 10.0
+"""Seconds to copy what was printed, after the last process has ended."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,16 @@ class Attempt:
             "TMPDIR": str(self.temporary),
         }
         command = [sys.executable, *job.program, *job.arguments(self.folder, timeout), *extra]
-        with self._log.open("w") as log:
+        # Through a pipe: a limit of the size of files must not keep a process from saying why it ends.
+        output, printed = os.pipe()
+        self._copying = threading.Thread(target=self._copy, args=(output,), daemon=True)
+        self._copying.start()
+        try:
             self.process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, start_new_session=True
             )
+        finally:
+            os.close(printed)
         self.began = time.monotonic()
         self.fault_limit = FAULT_LIMIT
         """Seconds that it has until the moment of its fault."""
@@ -153,8 +162,15 @@ class Attempt:
 
     @property
     def said(self) -> str:
-        """What the processes have printed."""
+        """What the processes have printed; all of it if they have ended."""
+        if not self.running and not self.processes():
+            self._copying.join(COPY_LIMIT)
         return self._log.read_text(errors="replace")
+
+    def _copy(self, output: int) -> None:
+        with os.fdopen(output, "rb", buffering=0) as source, self._log.open("wb", buffering=0) as log:
+            while data := source.read(65536):
+                log.write(data)
 
     def wait_until(self, condition: Callable[[], bool], limit: float, interval: float = 0.02) -> bool:
         """Wait while the job runs, until a condition holds; return whether it did."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 from collections.abc import Collection
 from contextlib import suppress
@@ -57,6 +58,12 @@ def temporary_files(attempt: Attempt, worker_ended: bool = False) -> list[str]:
     expected = ("torchinductor", "pymp-", "listener-") if worker_ended else ("torchinductor",)
     paths = [path for path in attempt.temporary.rglob("*") if not path.is_dir() or path.parent == attempt.temporary]
     return sorted(f"temporary file {path.name}" for path in paths if not path.name.startswith(expected))
+
+
+def remove_temporary_files(attempt: Attempt) -> None:
+    """Empty the folder for temporary files."""
+    shutil.rmtree(attempt.temporary)
+    attempt.temporary.mkdir()
 
 
 def _files(run: Path) -> set[str]:

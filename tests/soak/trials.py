@@ -13,7 +13,7 @@ from pathlib import Path
 from soak.expectations import Outcome, Verdict, judge
 from soak.faults import FAULTS, Fault, draw_fault
 from soak.jobs import JOBS, Attempt, Job
-from soak.leftovers import leftovers, store_ports, temporary_files, unexpected_files
+from soak.leftovers import leftovers, remove_temporary_files, store_ports, temporary_files, unexpected_files
 
 WEIGHTS = "weights.safetensors"
 RESUMES = 2
@@ -147,6 +147,7 @@ class Soak:
 
     def _left(self, attempt: Attempt, ports: set[int], worker_ended: bool = False) -> list[str]:
         found = [*leftovers(attempt, ports), *temporary_files(attempt, worker_ended)]
+        remove_temporary_files(attempt)  # the next attempt must not be blamed for them
         return [f"left behind: {thing}" for thing in found]
 
     def _print(self, text: str) -> None:
