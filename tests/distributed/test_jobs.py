@@ -245,7 +245,8 @@ def test_the_rank_that_cannot_write_is_named():
     meet(fail_to_write)
 
 
-def test_a_launcher_that_is_gone_is_no_error_of_the_network(monkeypatch):
+@pytest.mark.parametrize(("position", "error"), [(0, job.JobFailed), (1, job.ReportedElsewhere)])
+def test_a_launcher_that_is_gone_is_reported_once_and_is_no_error_of_the_network(position, error, monkeypatch):
     @contextmanager
     def join(*given, **options):
         raise dist.DistNetworkError("Broken pipe")
@@ -253,11 +254,12 @@ def test_a_launcher_that_is_gone_is_no_error_of_the_network(monkeypatch):
 
     monkeypatch.setenv("PETRA_MEMBER", "0")
     monkeypatch.setattr(resilient, "StoreConnection", lambda *given: None)
-    monkeypatch.setattr(resilient.Membership, "wait", lambda *given: Roster(0, (0,)))
+    monkeypatch.setattr(resilient.Membership, "wait", lambda *given: Roster(0, (0,) if position == 0 else (1, 0)))
     monkeypatch.setattr(resilient, "join", join)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # `run_in_job` sets them
         monkeypatch.setenv(name, "0")
-    with pytest.raises(job.JobFailed, match="the process that started the job is gone"):
+    reason = "the process that started the job is gone" if position == 0 else "another process"
+    with pytest.raises(error, match=reason):
         resilient.run_in_job(lambda *given: None, torch.device("cpu"))
 
 

@@ -236,15 +236,15 @@ def test_a_process_that_has_lost_its_connections_asks_for_new_ones():
     dog.close()
 
 
-def test_a_process_that_has_lost_the_launcher_ends(monkeypatch, capsys):
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_has_lost_the_launcher_ends_and_the_first_one_says_why(process, monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "SILENCE_LIMIT", 0.01)
     exits, roster = [], Roster(0, (0, 1))
-    lost = Generation(Membership(Lost(), 0), roster, lambda: None)
-    dog = Watchdog(DictStore(), 0, ["rank 0", "rank 1"], Activity(), 60.0, exits.append, lost)
+    lost = Generation(Membership(Lost(), process), roster, lambda: None)
+    dog = Watchdog(DictStore(), process, ["rank 0", "rank 1"], Activity(), 60.0, exits.append, lost)
     dog._store = Lost()
     dog._thread.join(10.0)
     assert exits == [1]
-    assert (
-        "petra: error: the store of the job is gone, and with it the process that holds it" in capsys.readouterr().err
-    )
+    reason = "petra: error: the store of the job is gone, and with it the process that holds it"
+    assert (reason in capsys.readouterr().err) == (process == 0)
     dog.close()

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from petra.distributed.job import GenerationOver, JobFailed, ReportedElsewhere, connect_store, join
+from petra.distributed.job import GenerationOver, JobFailed, ReportedElsewhere, connect_store, is_first_process, join
 from petra.distributed.membership import JobEnded, Membership, Roster, member_number
 from petra.distributed.snapshots import Snapshots
 from petra.distributed.store_connection import StoreConnection
@@ -62,7 +62,7 @@ def run_in_job(
         except JobEnded:
             raise ReportedElsewhere from None
         except RuntimeError as error:  # of the store
-            raise JobFailed("the process that started the job is gone") from error
+            raise _launcher_is_gone() from error
         _become(roster, number)
         try:
             with join(
@@ -78,8 +78,15 @@ def run_in_job(
         except GenerationOver:
             snapshots.disconnect()
         except (dist.DistNetworkError, dist.DistStoreError) as error:  # those of messages are `LostRank`
-            raise JobFailed("the process that started the job is gone") from error
+            raise _launcher_is_gone() from error
         gc.collect()  # the network and the optimizers of this generation
+
+
+def _launcher_is_gone() -> Exception:
+    """Return the error that tells the user so in the first process; the others are silent."""
+    if is_first_process():
+        return JobFailed("the process that started the job is gone")
+    return ReportedElsewhere()
 
 
 def _become(roster: Roster, number: int) -> None:

@@ -124,8 +124,10 @@ class Watchdog:
             try:
                 stored = self._store.compare_set("failure", "", json.dumps([self._process, message]))
                 self._reported = bool(json.loads(stored)[0] == self._process)
-            except RuntimeError:  # the store is gone: the processes that exist in every job report
-                self._reported = self._process <= 1
+            except RuntimeError:
+                # The store is gone, so processes cannot agree on who reports. Process 0 may have gone with it, unless
+                # the store was the launcher's.
+                self._reported = self._process <= (1 if self._generation is None else 0)
             return self._reported
 
     def diagnose(self, error: Exception) -> str | None:
