@@ -5,8 +5,9 @@
 
 The rivals train the plain network: `torch.compile` with activation memory budgets (block by block, and with --whole the
 network as one graph), full and selective checkpointing of every block, and offloading to pinned host memory. All steps
-have the same data, bf16 autocast on a GPU, and fused AdamW. Peaks are those of PyTorch's allocator, with weights,
-gradients and optimizer state. Prints tables and writes a JSON file after every measurement.
+have the same data, bf16 autocast on a GPU, and fused AdamW. Steps that can be captured as a CUDA graph are timed as
+one, so that the time of the host does not count. Peaks are those of PyTorch's allocator, with weights, gradients and
+optimizer state. Prints tables and writes a JSON file after every measurement.
 """
 
 import argparse
@@ -38,8 +39,9 @@ SMALL: dict[str, Any] = {"image": 32, "batch": 4, "patch": 8, "width": 32, "dept
 class Training:
     """One network, one batch, one optimizer."""
 
-    def __init__(self, model: str, sizes: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, model: str, sizes: dict[str, Any], device: torch.device, capture: bool = True) -> None:
         torch.manual_seed(0)
+        self.device, self.capture = device, capture
         sizes = dict(sizes)
         batch = sizes.pop("batch")
         with torch.device(device):
@@ -55,8 +57,9 @@ class Training:
                 self.x, self.y = torch.randn(batch, 3, side, side), torch.randint(1000, (batch,))
                 sizes["num_classes"] = 1000
             self.network = petra.models.create(model, **sizes)
-        self.device = device
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), 1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.network.parameters(), 1e-4, fused=True, capturable=self.device.type == "cuda"
+        )
         self.module: nn.Module = self.network
 
     def step(self, parts: int = 1) -> None:
@@ -71,8 +74,8 @@ class Training:
     def allocated(self) -> int:
         return allocated_bytes(self.network, [self.optimizer])
 
-    def cost(self) -> StepCost | None:
-        found = measure_step(self.step, self.device, self.allocated)
+    def cost(self, parts: int = 1) -> StepCost | None:
+        found = measure_step(lambda: self.step(parts), self.device, self.allocated, self.capture)
         self.optimizer.zero_grad()
         return found
 
@@ -91,7 +94,7 @@ def rivals(options: argparse.Namespace, sizes: dict[str, Any], device: torch.dev
     if options.compile:
         ways += [(f"store:{budget:g}", f"compiler budget {budget:g}") for budget in options.budgets]
         ways += [("recompute", "full checkpointing, compiled")]
-    training = Training(options.model, sizes, device)
+    training = Training(options.model, sizes, device, options.capture)
     for storage, name in ways:
         if options.compile and (storage.startswith("store:") or "compiled" in name):
             training.network.compile_functions()
@@ -99,12 +102,13 @@ def rivals(options: argparse.Namespace, sizes: dict[str, Any], device: torch.dev
         for index in blocks(training.network):
             storages[index] = storage
         training.network.use_storage(*storages)
+        training.capture = options.capture and storage != "offload"  # a capture cannot allocate pinned memory
         began = time.perf_counter()
         say("rival", name, training.cost(), time.perf_counter() - began)
     for budget in options.whole:
         del training
         gc.collect()
-        training = Training(options.model, sizes, device)
+        training = Training(options.model, sizes, device, options.capture)
         torch._dynamo.reset()
         from torch._functorch import config
 
@@ -120,7 +124,7 @@ def rivals(options: argparse.Namespace, sizes: dict[str, Any], device: torch.dev
 
 def ours(options: argparse.Namespace, sizes: dict[str, Any], device: torch.device, say: Callable[..., None]) -> None:
     """Fit the reversible network into each limit, and measure the steps that result."""
-    training = Training(f"rev-{options.model}", sizes, device)
+    training = Training(f"rev-{options.model}", sizes, device, options.capture)
     for limit in options.limits:
         began = time.perf_counter()
         try:
@@ -130,6 +134,7 @@ def ours(options: argparse.Namespace, sizes: dict[str, Any], device: torch.devic
                 training.step if options.parts else lambda: training.step(),
                 optimizer=training.optimizer,
                 compile=options.compile,
+                capture=options.capture,
                 cache=False,
                 quiet=True,
             )
@@ -138,8 +143,7 @@ def ours(options: argparse.Namespace, sizes: dict[str, Any], device: torch.devic
             continue
         seconds = time.perf_counter() - began
         print(plan, flush=True)
-        cost = measure_step(lambda plan=plan: training.step(plan.parts), device, training.allocated)
-        training.optimizer.zero_grad()
+        cost = training.cost(plan.parts)
         say("ours", str(plan).splitlines()[0].rpartition(": ")[0], cost, seconds, limit=limit, parts=plan.parts)
 
 
@@ -175,6 +179,9 @@ def main() -> None:
     parser.add_argument("--whole", type=float, nargs="*", default=[], help="budgets for the network as one graph")
     parser.add_argument("--eager", action="store_true", help="also rivals that are not compiled")
     parser.add_argument("--no-parts", dest="parts", action="store_false", help="do not split the batch")
+    parser.add_argument(
+        "--no-capture", dest="capture", action="store_false", help="time steps as they are, not as CUDA graphs"
+    )
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -171,7 +171,7 @@ class Costs:
             100 + 1000 // parts + sum(b for b, _ in chosen) // parts,
         )
 
-    def measure(self, step, device, allocated):
+    def measure(self, step, device, allocated, capture=False):
         step()
         return self.of([storage_of(layer) or "store" for layer in self.network], self.parts)
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.networks import batches, mixed_network
+from helpers.networks import batches, mixed_network, reversible_network
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import petra
 from petra.memory.step_cost import cpu_peak
+from petra.reversible import randomness
 from petra.reversible import storage as storages
 from petra.reversible.backprop import plain_autograd
 from petra.reversible.storage import STORAGES, budget_of, expand_storages, shorten_storages, storage_of
@@ -179,3 +180,25 @@ def test_numbers_of_layers_are_positive(text):
 def test_budgets():
     assert [budget_of(name) for name in ("store", "store:0", "store:0.5", "store:1")] == [None, 0.0, 0.5, 1.0]
     assert all(budget_of(name) is None for name in STORAGES if name != "store:B")
+
+
+@pytest.mark.parametrize("name", ["reconstruct", "recompute", "selective"])
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_what_is_evaluated_again_in_a_capture_must_not_draw_random_numbers(name, rate, monkeypatch):
+    torch.manual_seed(0)
+    network, ((x, y),) = reversible_network(3, dropout=rate).double(), batches(1, dtype=torch.float64)
+    network.use_storage("store", *[name] * 3, "store")
+    with monkeypatch.context() as patch:
+        for module in (randomness, storages):
+            patch.setattr(module, "capturing", lambda device: True)
+        with pytest.raises(RuntimeError, match="Make a few steps before the capture"):
+            network(x)
+    expected, _ = step(network, [(x, y)])
+    network.zero_grad()
+    for module in (randomness, storages):
+        monkeypatch.setattr(module, "capturing", lambda device: True)
+    if rate > 0:
+        with pytest.raises(RuntimeError, match="draw random numbers"):
+            network(x)
+    else:
+        assert_close(step(network, [(x, y)])[0], expected)

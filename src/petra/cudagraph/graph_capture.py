@@ -15,7 +15,7 @@ Launch = Callable[[], object]
 class GraphCapture(Protocol):
     """Captures device work, to repeat it without the host's part in it."""
 
-    def capture(self, work: Callable[[], None]) -> Launch:
+    def capture(self, work: Callable[[], object]) -> Launch:
         """Capture and run ``work``.
 
         Args:
@@ -81,7 +81,7 @@ class CudaGraphCapture(GraphCapture):
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._open: list[torch.cuda.Stream] = []
 
-    def capture(self, work: Callable[[], None]) -> Launch:
+    def capture(self, work: Callable[[], object]) -> Launch:
         graph, pool = torch.cuda.CUDAGraph(), self._memory.pool()
         failure: Exception | None = None
         try:

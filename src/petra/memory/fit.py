@@ -27,7 +27,7 @@ from petra.reversible.storage import set_storage, storage_of
 
 Storages = tuple[str, ...]
 EAGER_STORAGES = ("selective", "store")
-COMPILED_STORAGES = ("store:0.2", "store:0.5", "store:1")
+COMPILED_STORAGES = ("store:0.2", "store:0.5", "store:0.7", "store:1")
 _FINALISTS = 3
 """The number of fastest plans that are measured twice."""
 _CLOSE = 0.01
@@ -43,6 +43,7 @@ def fit_memory(
     compile: bool | None = None,
     storages: Sequence[str] | None = None,
     max_parts: int = 16,
+    capture: bool = False,
     cache: bool = True,
     quiet: bool = False,
 ) -> MemoryPlan:
@@ -63,8 +64,12 @@ def fit_memory(
         compile: Compile layers with `torch.compile`, which lets the compiler choose what is computed again. The default
             is true on a GPU.
         storages: The storages to try besides the one that needs the least memory, by default `"store:0.2"`,
-            `"store:0.5"` and `"store:1"` if layers are compiled, and `"selective"` and `"store"` otherwise.
+            `"store:0.5"`, `"store:0.7"` and `"store:1"` if layers are compiled, and `"selective"` and `"store"`
+            otherwise.
         max_parts: The largest number of parts.
+        capture: Measure times of the step as a CUDA graph, as when you train by replaying it. This takes a step that
+            does not wait for the GPU, and an optimizer with `capturable=True`. A step that cannot be captured is
+            measured as it is.
         cache: Reuse the plan of an earlier call, and store a new one, in the user's cache folder.
         quiet: Show no progress bar.
 
@@ -94,6 +99,7 @@ def fit_memory(
             allocated=lambda: allocated_bytes(network, [] if optimizer is None else [optimizer]),
             storages=(COMPILED_STORAGES if compiled else EAGER_STORAGES) if storages is None else tuple(storages),
             max_parts=max_parts if splits else 1,
+            capture=capture,
             quiet=quiet,
         )
         return search.run(cache)
@@ -139,6 +145,7 @@ class PlanSearch:
         storages: The storages to try.
         recompute: Also choose the storage of repeated layers that are not reversible, which may be recomputed.
         max_parts: The largest number of parts.
+        capture: Measure the times of steps as CUDA graphs.
         quiet: Show no progress bar.
     """
 
@@ -153,9 +160,10 @@ class PlanSearch:
         storages: Storages,
         recompute: bool = True,
         max_parts: int,
+        capture: bool = False,
         quiet: bool,
     ) -> None:
-        self.network, self.limit, self.device = network, limit, device
+        self.network, self.limit, self.device, self._capture = network, limit, device, capture
         self._step, self._allocated, self._max_parts = step, allocated, max_parts
         self._groups = list(_groups(network, storages, recompute))
         self._measured: dict[tuple[Storages, int], MeasuredPlan] = {}
@@ -190,7 +198,7 @@ class PlanSearch:
             cost = self._measure(least, parts)
         # The peak of this first step depends on the batch and on the step, so it identifies both in the cache.
         peak = None if cost is None else cost.peak
-        choices = [peak, parts, self._max_parts, [group.others for group in self._groups]]
+        choices = [peak, parts, self._max_parts, self._capture, [group.others for group in self._groups]]
         key = cache_key(self.network, self.device, self.limit, choices)
         kept = read_plan(key, len(self.network)) if cache else None
         if kept is not None:
@@ -236,15 +244,19 @@ class PlanSearch:
         least = self._least()
         while parts <= self._max_parts:
             full = self._measure_first(least, order, len(order), parts)
+            if full is not None and not self._is_fast(full):
+                return  # with more parts, even the step that stores everything is slower
             if full is None or full.peak > self.limit:
                 self._approach(least, order, parts)
-            best = min((plan.cost.seconds for plan in self._fitting() if plan.cost), default=float("inf"))
-            if full is not None and full.seconds >= best * (1 - _CLOSE) and best < float("inf"):
-                return  # with more parts, even the step that stores everything is slower
             parts *= 2
 
+    def _is_fast(self, cost: StepCost) -> bool:
+        """Return whether a step is faster than all that fit."""
+        fitting = [plan.cost.seconds for plan in self._fitting() if plan.cost is not None and plan.cost is not cost]
+        return cost.seconds < (1 - _CLOSE) * min(fitting, default=float("inf"))
+
     def _approach(self, least: Storages, order: Sequence[Upgrade], parts: int) -> None:
-        """Find the largest number of upgrades that fits."""
+        """Find the largest number of upgrades that fits, or give up when steps that do not fit are too slow."""
         below, above = 0, len(order)
         cost = self._measure_first(least, order, below, parts)
         if cost is None or cost.peak > self.limit:
@@ -260,7 +272,7 @@ class PlanSearch:
                 above, over = middle, found
             else:
                 below, cost = middle, found
-            if over is not None and cost.seconds - over.seconds < _CLOSE * cost.seconds:
+            if over is not None and not self._is_fast(over):
                 return
 
     def _measure_first(self, least: Storages, order: Sequence[Upgrade], count: int, parts: int) -> StepCost | None:
@@ -269,7 +281,7 @@ class PlanSearch:
     def _measure(self, storages: Storages, parts: int) -> StepCost | None:
         if (storages, parts) not in self._measured:
             self.network.use_storage(*storages)
-            cost = measure_step(lambda: self._step(parts), self.device, self._allocated)
+            cost = measure_step(lambda: self._step(parts), self.device, self._allocated, self._capture)
             plan = self._measured[storages, parts] = MeasuredPlan(storages, parts, cost)
             self._bar.update()
             self._bar.set_postfix_str(plan.describe() + (f", {memory_size(cost.peak)}" if cost else ", out of memory"))

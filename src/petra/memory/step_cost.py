@@ -13,6 +13,8 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
 
+from petra.cudagraph.graph_capture import CudaGraphCapture
+
 Step = Callable[[], object]
 _SECONDS, _REPEATS = 0.6, 8
 
@@ -27,13 +29,16 @@ class StepCost:
     """The most bytes allocated at the same time, with weights, gradients and optimizer state."""
 
 
-def measure_step(step: Step, device: torch.device, allocated: Callable[[], int]) -> StepCost | None:
+def measure_step(
+    step: Step, device: torch.device, allocated: Callable[[], int], capture: bool = False
+) -> StepCost | None:
     """Measure a training step.
 
     Args:
         step: One training step.
         device: The device that it runs on.
         allocated: Returns the bytes that are allocated between steps. Used on a CPU only: a GPU's allocator counts.
+        capture: Measure the time of the step as a CUDA graph, if it can be captured as one.
 
     Returns:
         Its cost; None if there was not enough memory on the device.
@@ -41,26 +46,40 @@ def measure_step(step: Step, device: torch.device, allocated: Callable[[], int])
     try:
         for _ in range(2):  # compilers, libraries that choose kernels, and optimizer state
             step()
-        return _on_gpu(step, device) if device.type == "cuda" else _on_cpu(step, allocated())
+        return _on_gpu(step, device, capture) if device.type == "cuda" else _on_cpu(step, allocated())
     except torch.OutOfMemoryError:
         return None
     finally:
         if device.type == "cuda":
             gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()  # one for each CUDA stream, also for those of captures
             torch.cuda.empty_cache()
 
 
-def _on_gpu(step: Step, device: torch.device) -> StepCost:
+def _on_gpu(step: Step, device: torch.device, capture: bool) -> StepCost:
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    launch = _captured(step, device) if capture else step
+
     def timed() -> float:
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        step()
+        launch()
         torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
-    torch.cuda.reset_peak_memory_stats(device)
-    seconds = _repeated(timed)
-    return StepCost(seconds, torch.cuda.max_memory_allocated(device))
+    return StepCost(_repeated(timed), peak)
+
+
+def _captured(step: Step, device: torch.device) -> Step:
+    """Return the launch of a step as a CUDA graph, or the step itself if it cannot be captured."""
+    torch.cuda.empty_cache()  # a graph has memory of its own
+    try:
+        return CudaGraphCapture(device).capture(step)
+    except Exception:  # for example, some ways to recompute save the random state, which a graph cannot
+        return step
 
 
 def _on_cpu(step: Step, allocated: int) -> StepCost:

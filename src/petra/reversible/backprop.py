@@ -22,7 +22,7 @@ from petra.reversible.gradients import trainable, uncached_parametrizations, wit
 from petra.reversible.keyword_arguments import Keywords
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.module_state import frozen_statistics, in_modes, modes, normalisations
-from petra.reversible.randomness import forked, random_state, restore_random_state
+from petra.reversible.randomness import forked, note_draws, random_state, restore_random_state
 from petra.reversible.reverse_pass import reverse_pass
 from petra.reversible.segment_graph import SegmentGraphs
 from petra.reversible.streams import Streams, autocast_dtype, autocasting, differentiable
@@ -142,6 +142,7 @@ class _SegmentFunction(torch.autograd.Function):
             for coupling in segment.couplings:
                 ctx.random.append(random_state(ctx.device))
                 streams = coupling.forward(streams)
+        note_draws(segment.modules, ctx.device, ctx.random[0])
         ctx.versions = versions(segment.modules)
         # A stream that passes unchanged is an input, and a node must not return its inputs.
         streams = tuple(x.view_as(x) for x in streams)

@@ -1,13 +1,26 @@
-"""Random state of the devices in use: saved, restored, and set for repeatable evaluations."""
+"""Random state of the devices in use: saved, restored, and set for repeatable evaluations.
+
+A CUDA graph cannot read or write the random state. So while one is captured, there is nothing to save and restore, and
+only layers that draw no random numbers can be evaluated again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_repeatable: WeakSet[nn.Module] = WeakSet()
+"""Modules that drew no random numbers in their last evaluation."""
+
+
+def capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
@@ -21,14 +34,40 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """Return the state of all `generators` of the device, for `restore_random_state`."""
+    """Return the state of all `generators` of the device, for `restore_random_state`; empty during a capture."""
+    if capturing(device):
+        return []
     return [generator.get_state() for generator in generators(device)]
 
 
 def restore_random_state(device: torch.device, state: list[Tensor]) -> None:
     """Set all generators of the device to a state that `random_state` returned."""
-    for generator, saved in zip(generators(device), state, strict=True):
+    for generator, saved in zip(generators(device), state, strict=True) if state else ():
         generator.set_state(saved)
+
+
+def note_draws(modules: Iterable[nn.Module], device: torch.device, before: list[Tensor]) -> None:
+    """Remember whether an evaluation has drawn random numbers; in a capture, check that earlier ones have not.
+
+    Args:
+        modules: What was evaluated.
+        device: The device.
+        before: The `random_state` before the evaluation.
+
+    Raises:
+        RuntimeError: If a graph is being captured, and the modules drew random numbers before or were not evaluated.
+    """
+    if not before:
+        if not _repeatable.issuperset(modules):
+            raise RuntimeError(
+                "layers that are evaluated again in the backward pass cannot be captured in a CUDA graph if they draw "
+                "random numbers (dropout, stochastic depth): set their rates to 0, or store their activations. "
+                "Make a few steps before the capture, so that this is known"
+            )
+    elif all(a.equal(b) for a, b in zip(before, random_state(device), strict=True)):
+        _repeatable.update(modules)
+    else:
+        _repeatable.difference_update(modules)
 
 
 @contextmanager

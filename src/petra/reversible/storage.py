@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from petra.reversible.coupling import Coupling
 from petra.reversible.layer import ReversibleLayer
 from petra.reversible.module_state import discarded_statistics, normalisations
+from petra.reversible.randomness import capturing, note_draws, random_state
 from petra.reversible.streams import Streams, as_streams
 
 STORAGES = {
@@ -165,7 +166,9 @@ def evaluate(functions: Sequence[Function], streams: Streams, storage: str | Non
         with config.patch(activation_memory_budget=budget):
             return _compiled(budget, tuple(x.shape for x in streams))(functions, kwargs, *streams)
     selective = storage == "selective"
-    norms = normalisations(m for f in functions for m in (f.modules if isinstance(f, Coupling) else (f,)))
+    modules = [m for f in functions for m in (f.modules if isinstance(f, Coupling) else (f,))]
+    norms, device = normalisations(modules), streams[0].device
+    before = random_state(device)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first: AbstractContextManager[Any] = ExitStack()
@@ -174,7 +177,17 @@ def evaluate(functions: Sequence[Function], streams: Streams, storage: str | Non
             first, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
         return first, _recomputing(again, norms)
 
-    return checkpoint(_plain, functions, kwargs, *streams, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+    outputs: Streams = checkpoint(
+        _plain,
+        functions,
+        kwargs,
+        *streams,
+        use_reentrant=False,
+        preserve_rng_state=not capturing(device),
+        context_fn=contexts,
+    )
+    note_draws(modules, device, before)
+    return outputs
 
 
 def _plain(functions: Sequence[Function], kwargs: dict[str, Any], *streams: Tensor) -> Streams:
