@@ -1,4 +1,4 @@
-"""The fastest training step for a given amount of memory: petra.fit_memory against the usual ways to save memory.
+"""The fastest training step for a given amount of memory: plans of petra.fit_memory against the usual ways.
 
     python benchmarks/memory_limit/run.py --model vit-l --limits 16 12 10 9 8 7 6 5
     python benchmarks/memory_limit/run.py --smoke
@@ -25,7 +25,8 @@ from torch import nn
 import petra
 from petra.formatting import memory_size, parse_bytes, render
 from petra.measure import environment
-from petra.memory import DoesNotFit, allocated_bytes, fit_memory
+from petra.memory import COMPILED_STORAGES, EAGER_STORAGES, DoesNotFit, PlanSearch, allocated_bytes
+from petra.memory.memory_plan import MeasuredPlan
 from petra.memory.step_cost import StepCost, measure_step
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -122,29 +123,42 @@ def rivals(options: argparse.Namespace, sizes: dict[str, Any], device: torch.dev
         torch.cuda.empty_cache()
 
 
-def ours(options: argparse.Namespace, sizes: dict[str, Any], device: torch.device, say: Callable[..., None]) -> None:
-    """Fit the reversible network into each limit, and measure the steps that result."""
-    training = Training(f"rev-{options.model}", sizes, device, options.capture)
+def ours(
+    model: str,
+    options: argparse.Namespace,
+    sizes: dict[str, Any],
+    device: torch.device,
+    say: Callable[..., None],
+) -> None:
+    """Fit a network into each limit, and measure the steps that result. One search shares measurements of plans."""
+    training = Training(model, sizes, device, options.capture)
+    if options.compile:
+        training.network.compile_functions()
+    search = PlanSearch(
+        training.network,
+        0,
+        training.step if options.parts else lambda parts: training.step(),
+        device,
+        allocated=training.allocated,
+        storages=COMPILED_STORAGES if options.compile else EAGER_STORAGES,
+        max_parts=16 if options.parts else 1,
+        capture=options.capture,
+        quiet=True,
+    )
+    plan = None
     for limit in options.limits:
         began = time.perf_counter()
+        search.limit = parse_bytes(f"{limit} GiB")
         try:
-            plan = fit_memory(
-                training.network,
-                f"{limit} GiB",
-                training.step if options.parts else lambda: training.step(),
-                optimizer=training.optimizer,
-                compile=options.compile,
-                capture=options.capture,
-                cache=False,
-                quiet=True,
-            )
+            plan = search.run(cache=False)
         except DoesNotFit as error:
-            say("ours", str(error), None, time.perf_counter() - began, limit=limit)
+            say(model, str(error), None, time.perf_counter() - began, limit=limit)
             continue
         seconds = time.perf_counter() - began
-        print(plan, flush=True)
         cost = training.cost(plan.parts)
-        say("ours", str(plan).splitlines()[0].rpartition(": ")[0], cost, seconds, limit=limit, parts=plan.parts)
+        name = MeasuredPlan(plan.storages, plan.parts, None).describe()
+        say(model, name, cost, seconds, limit=limit, parts=plan.parts)
+    print(plan or f"{model}: nothing fits", flush=True)
 
 
 def show(rows: list[dict[str, Any]]) -> str:
@@ -156,6 +170,7 @@ def show(rows: list[dict[str, Any]]) -> str:
         best = min((r["ms"] for r in rivals if limit and r["peak"] <= limit), default=None)
         cells.append(
             [
+                row["kind"],
                 row["name"],
                 memory_size(limit) if limit else "",
                 f"{row['ms']:.1f}" if row["ms"] else "",
@@ -165,7 +180,7 @@ def show(rows: list[dict[str, Any]]) -> str:
                 f"{row['seconds']:.0f}",
             ]
         )
-    return render(["", "limit", "ms", "peak", "best rival", "ratio", "s"], cells)
+    return render(["network", "", "limit", "ms", "peak", "best rival", "ratio", "s"], cells)
 
 
 def main() -> None:
@@ -206,7 +221,9 @@ def main() -> None:
             (options.out / f"{options.model}.json").write_text(json.dumps(record, indent=2) + "\n")
 
     rivals(options, sizes, device, say)
-    ours(options, sizes, device, say)
+    for model in (options.model, f"rev-{options.model}"):
+        ours(model, options, sizes, device, say)
+        gc.collect()
     print(show(rows))
 
 

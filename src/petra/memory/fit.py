@@ -27,7 +27,7 @@ from petra.reversible.storage import set_storage, storage_of
 
 Storages = tuple[str, ...]
 EAGER_STORAGES = ("selective", "store")
-COMPILED_STORAGES = ("store:0.2", "store:0.5", "store:0.7", "store:1")
+COMPILED_STORAGES = ("store:0", "store:0.2", "store:0.5", "store:0.7", "store:1")
 _FINALISTS = 3
 """The number of fastest plans that are measured twice."""
 _CLOSE = 0.01
@@ -63,9 +63,9 @@ def fit_memory(
         optimizer: The optimizer of the step, if there is one; its state is restored.
         compile: Compile layers with `torch.compile`, which lets the compiler choose what is computed again. The default
             is true on a GPU.
-        storages: The storages to try besides the one that needs the least memory, by default `"store:0.2"`,
-            `"store:0.5"`, `"store:0.7"` and `"store:1"` if layers are compiled, and `"selective"` and `"store"`
-            otherwise.
+        storages: The storages to try besides the one that needs the least memory, by default `"store:0"`,
+            `"store:0.2"`, `"store:0.5"`, `"store:0.7"` and `"store:1"` if layers are compiled, and `"selective"` and
+            `"store"` otherwise. Reversible layers leave out `"store:0"`: it stores their inputs.
         max_parts: The largest number of parts.
         capture: Measure times of the step as a CUDA graph, as when you train by replaying it. This takes a step that
             does not wait for the GPU, and an optimizer with `capturable=True`. A step that cannot be captured is
@@ -327,7 +327,7 @@ def _groups(network: Network, storages: Storages, recompute: bool) -> Iterator[_
         kinds.setdefault(_kind(layer), []).append(index)
     for layers in kinds.values():
         if isinstance(network[layers[0]], ReversibleLayer):
-            yield _Group(tuple(layers), "reconstruct", storages)
+            yield _Group(tuple(layers), "reconstruct", tuple(name for name in storages if name != "store:0"))
         elif recompute and len(layers) > 1 and any(True for _ in network[layers[0]].parameters()):
             yield _Group(tuple(layers), "recompute", storages)
 
