@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -262,9 +263,12 @@ class PlanSearch:
         if cost is None or cost.peak > self.limit:
             return
         over = self._measure_first(least, order, above, parts)
-        while above - below > 1:
+        for turn in count():
+            if above - below <= 1 or (over is not None and not self._is_fast(over)):
+                return
             middle = (below + above) // 2
-            if over is not None:
+            # Interpolation alone would be slow where many upgrades need no memory.
+            if over is not None and turn % 2 == 0:
                 share = (self.limit - cost.peak) / max(over.peak - cost.peak, 1)
                 middle = min(max(below + int(share * (above - below)), below + 1), above - 1)
             found = self._measure_first(least, order, middle, parts)
@@ -272,8 +276,6 @@ class PlanSearch:
                 above, over = middle, found
             else:
                 below, cost = middle, found
-            if over is not None and not self._is_fast(over):
-                return
 
     def _measure_first(self, least: Storages, order: Sequence[Upgrade], count: int, parts: int) -> StepCost | None:
         return self._measure(_with(least, {upgrade.layer: upgrade.storage for upgrade in order[:count]}), parts)
