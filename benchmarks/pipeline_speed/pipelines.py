@@ -28,6 +28,9 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 1e-4, momentum=0.9)
 
 
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
 class Busy:
     """Adds up the seconds spent in the given methods of an object."""
 
@@ -79,14 +82,15 @@ class PetraPipeline:
         method: str,
         schedule: str | None,
         loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+        optimizer: MakeOptimizer = sgd,
     ) -> None:
         self._transport = transport
-        self._data = data
+        self.data = data
         spare = [3 * above for above in reversed(range(len(cut[0])))]
         self._trainer = petra.Trainer(
             network,
             loss=loss,
-            optimizer=sgd,
+            optimizer=optimizer,
             method=method,
             stages=cut[0],
             placement=cut[1],
@@ -106,7 +110,7 @@ class PetraPipeline:
     def run(self, count: int) -> list[float]:
         losses = []
         for _ in range(count):
-            x, y = self._data[self._trainer.executor.microbatches % len(self._data)]
+            x, y = self.data[self._trainer.executor.microbatches % len(self.data)]
             losses += [float(finished.loss) for finished in self._trainer.step(x, y)]
         return losses
 

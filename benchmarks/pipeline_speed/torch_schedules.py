@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipelines import Busy, Data, sgd
+from pipelines import Busy, Data, MakeOptimizer, sgd
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -44,6 +44,7 @@ class TorchPipeline:
         name: A key of `SCHEDULES`.
         checkpointing: Save only the inputs of blocks, and recompute the rest in the backward pass.
         group: The process group of all ranks.
+        optimizer: Makes the optimizer.
 
     Raises:
         ValueError: The schedule is not in this version of PyTorch, or not possible with these numbers.
@@ -58,6 +59,7 @@ class TorchPipeline:
         name: str,
         checkpointing: bool,
         group: dist.ProcessGroup,
+        optimizer: MakeOptimizer = sgd,
     ) -> None:
         kind, placement = SCHEDULES[name]
         schedule = getattr(pipelining, kind, None)
@@ -73,7 +75,7 @@ class TorchPipeline:
             for s in owned
         ]
         self.parameters = [p for module in self._modules for p in module.parameters()]
-        self.optimizers = [sgd(self.parameters)]
+        self.optimizers = [optimizer(self.parameters)]
         stages = [
             _Stage(module, s, count, torch.device("cpu"), group=group)
             for module, s in zip(self._modules, owned, strict=True)
@@ -82,14 +84,19 @@ class TorchPipeline:
         self._schedule = schedule(given, n_microbatches=len(data), loss_fn=loss)
         takes_outputs = "return_outputs" in inspect.signature(self._schedule.step).parameters
         self._options = {"return_outputs": False} if takes_outputs else {}
-        self._inputs = (torch.cat([x for x, _ in data]),) if 0 in owned else ()
-        self._targets = torch.cat([y for _, y in data]) if count - 1 in owned else None
+        self._first, self._last = 0 in owned, count - 1 in owned
         self._size = len(data)
+        self.load(data)
         self.busy = Busy()
         for stage in stages:
             self.busy.watch(stage, "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
         self.busy.watch(self.optimizers[0], "step")
         self.fill, self.lead = len(data), 0
+
+    def load(self, data: Data) -> None:
+        """Set the micro-batches of the next updates."""
+        self._inputs = (torch.cat([x for x, _ in data]),) if self._first else ()
+        self._targets = torch.cat([y for _, y in data]) if self._last else None
 
     def run(self, count: int) -> list[float]:
         assert count % self._size == 0

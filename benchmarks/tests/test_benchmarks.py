@@ -168,6 +168,20 @@ def test_schedules_of_torch_have_the_gradients_of_backprop_in_a_smoke_run_that_s
     assert not out.exists()
 
 
+def test_the_time_to_a_loss_is_that_of_the_first_average_below_it():
+    (module,) = import_scripts("benchmarks/pipeline_speed", "time_to_loss")
+    updates = [8.0 - 0.1 * i for i in range(30)]  # of two micro-batches each, one of which is still in flight
+    losses = [loss + change for loss in updates for change in (-0.5, 0.5)] + [1.0]
+    averages = module.smoothed(losses, 2)
+    assert averages[0] == 8.0
+    assert averages[20] == pytest.approx(sum(updates[5:21]) / 16)
+    run = {"name": "one", "updates": 31, "seconds": [float(i) for i in range(31)], "losses": losses}
+    assert module.reached(run, 6.76, 2) == (21, 21.0)  # one update later than its losses are known
+    assert module.reached(run, 7.9, 2) == (16, 16.0)  # not before there are enough to average
+    assert module.reached(run, 1.0, 2) is None
+    assert "not reached" in module.report([run], 1.0, 2)
+
+
 def test_the_peak_of_memory_is_that_of_the_allocator():
     (module,) = import_scripts("benchmarks/pipeline_speed", "peak_memory")
     before = module.bytes_in_use()
