@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from petra.distributed import ProcessTransport
 from petra.distributed.io_thread import IOThread
+from petra.pipeline.message_layout import layout_of
 from petra.schedule import Action, Kind
 
 pytestmark = pytest.mark.slow
@@ -86,9 +87,9 @@ def test_receives_are_posted_while_earlier_ones_wait(transport, monkeypatch):
     monkeypatch.setattr(dist, "irecv", lambda tensor, *_, **__: (posted.put(tensor), work)[1])
     transport._groups[0, 0] = dist.group.WORLD
     for number in range(3):
-        transport.receive(0, Action(0, Kind.FORWARD, number), (torch.ones(5),))
+        transport.receive(0, Action(0, Kind.FORWARD, number), layout_of((torch.ones(5),)))
     try:
-        for _ in range(2 * 3):  # a header and a tensor each
+        for _ in range(3):
             posted.get(timeout=30)
     finally:
         arrived.set()
@@ -111,6 +112,7 @@ import torch
 import torch.distributed as dist
 
 from petra.distributed import ProcessTransport
+from petra.pipeline.message_layout import layout_of
 from petra.schedule import Action, Kind
 
 rank, store = int(sys.argv[1]), sys.argv[2]
@@ -119,7 +121,7 @@ transport = ProcessTransport(timeout=timedelta(seconds=60))
 transport.connect([(0, 1), (1, 0)])
 tensor = torch.ones(5)
 for number in range(2):
-    arrival = transport.receive(1 - rank, Action(0, Kind.FORWARD, number), (tensor,))
+    arrival = transport.receive(1 - rank, Action(0, Kind.FORWARD, number), layout_of((tensor,)))
     sent = tensor.clone()
     transport.send(1 - rank, Action(0, Kind.FORWARD, number), (sent,))
     assert arrival()[0].tolist() == tensor.tolist()
@@ -130,7 +132,7 @@ try:
     transport.flush()
 except RuntimeError as error:
     print(error)
-transport.receive(1 - rank, Action(0, Kind.FORWARD, 2), (tensor,))  # nobody will send it
+transport.receive(1 - rank, Action(0, Kind.FORWARD, 2), layout_of((tensor,)))  # nobody will send it
 transport.gather(None)
 """
 

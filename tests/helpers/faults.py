@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-import torch
 from soak.hooks import disconnect
 from torch import Tensor
 
 from petra.distributed import ProcessTransport
+from petra.distributed.host_message import HEADER_BYTES
 from petra.distributed.job import restart_count
 from petra.distributed.membership import is_replacement
 from petra.pipeline import Stage
@@ -136,11 +136,10 @@ def _fail(trainer: Trainer, kind: str) -> None:
 def _corrupt_next(transport: ProcessTransport) -> None:
     post = transport._post
 
-    def damaged(to: int, message: list[Tensor]) -> Callable[[], None]:
-        data = message[-1].clone()
-        data.view(-1).view(torch.uint8)[data.numel() // 3] += 1
+    def damaged(to: int, message: Tensor) -> Callable[[], None]:
+        message[HEADER_BYTES + 1] += 1
         transport._post = post  # type: ignore[method-assign]
-        return post(to, [*message[:-1], data])
+        return post(to, message)
 
     transport._post = damaged  # type: ignore[method-assign]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,14 +31,18 @@ class Guards:
         owners = [*(layer for stage in stages for layer in stage.layers), *losses]
         modules = [m for owner in owners for m in owner.modules()]
         own = [vars(module) for module in modules]
-        self._attributes = [(values, name) for values in own for name, v in values.items() if type(v) in _NUMBERS]
+        names = [[name for name, v in values.items() if type(v) in _NUMBERS] for values in own]
+        self._attributes = [(itemgetter(*found), found, v) for found, v in zip(names, own, strict=True) if found]
         self._buffers = [m._buffers for m in modules if m._buffers]
         self._parameters = [p for stage in stages for p in stage.parameters]
 
     def __call__(self) -> Any:
         """Return a value that stays equal as long as nothing has changed."""
-        modes: list[Any] = [values.get(name) for values, name in self._attributes]
-        modes += [p.requires_grad for p in self._parameters]
+        modes: list[Any] = [p.requires_grad for p in self._parameters]
+        try:
+            modes += [read(values) for read, _, values in self._attributes]
+        except KeyError:  # an attribute has been deleted
+            modes += [[values.get(name) for name in names] for _, names, values in self._attributes]
         settings: list[Any] = []
         places = [b.data_ptr() for buffers in self._buffers for b in buffers.values() if b is not None]
         places += [p.data_ptr() for p in self._parameters]

@@ -37,6 +37,10 @@ class Action:
     that Features Replay assumes before the first micro-batch; their gradient is zero as well.
     """
 
+    def shifted(self, by: int) -> Action:
+        """Return the action with a micro-batch that is `by` later."""
+        return Action(self.stage, self.kind, self.microbatch + by)
+
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
