@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 import petra
 from petra.cudagraph import RankTickCapture
 from petra.distributed import ProcessTransport, RankPosition, Transport
-from petra.distributed.host_message import HostMessage, ReceivedMessage, size_of
+from petra.distributed.host_message import HostMessage, ReceivedMessage
 from petra.formatting import render
 from petra.measure import environment
 from petra.trainer.optimizers import parameter_groups
@@ -75,7 +75,7 @@ class NoCommunication(Transport):
 
     def receive(self, source, action, layout):
         if layout not in self._received:
-            memory = torch.zeros(size_of(layout), dtype=torch.uint8)
+            memory = torch.zeros(layout.size, dtype=torch.uint8)
             self._received[layout] = ReceivedMessage(lambda: HostMessage(layout, memory), self.device)
         return self._received[layout]
 

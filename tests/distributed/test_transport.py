@@ -15,7 +15,7 @@ from torch import nn
 
 from petra import Network, models
 from petra.distributed import run_together
-from petra.distributed.host_message import BadMessage, HostMessage, size_of
+from petra.distributed.host_message import BadMessage, HostMessage
 from petra.distributed.process_transport import MessageBuffers
 from petra.distributed.transport import flatten, make_buckets, unflatten_into
 from petra.measure import MemoryProbe
@@ -527,8 +527,8 @@ def test_replicas_create_tensors_on_the_device_of_the_trainer():
 def sealed(tensors, sender, verify=True):
     """A message in host memory, ready to be sent."""
     layout = layout_of(tensors)
-    message = HostMessage(layout, torch.empty(size_of(layout), dtype=torch.uint8))
-    layout.fill(message.packed, tuple(tensors))
+    message = HostMessage(layout, torch.empty(layout.size, dtype=torch.uint8))
+    layout.fill(message.memory, tuple(tensors))
     message.seal(sender, verify)
     return message
 
@@ -550,7 +550,7 @@ class TestHeaders:
         message = sealed(tensors, self.SENDER)
         copied = HostMessage(message.layout, message.memory.clone())
         copied.check(self.SENDER)
-        for found, tensor in zip(copied.layout.views(copied.packed), tensors, strict=True):
+        for found, tensor in zip(copied.layout.views(copied.memory), tensors, strict=True):
             assert found.dtype == tensor.dtype
             assert found.equal(tensor)
         assert message.layout.payload == sum(t.numel() * t.element_size() for t in tensors)
@@ -561,7 +561,7 @@ class TestHeaders:
         for number, tensor in enumerate(tensors):
             for i, change in product(range(4 * tensor.numel()), (1, 64, 128)):
                 damaged = HostMessage(message.layout, message.memory.clone())
-                damaged.layout.views(damaged.packed)[number].view(-1).view(torch.uint8)[i] += change
+                damaged.layout.views(damaged.memory)[number].view(-1).view(torch.uint8)[i] += change
                 with pytest.raises(BadMessage, match="stage 3, micro-batch 17, backward was corrupted in transit"):
                     damaged.check(self.SENDER)
 
@@ -572,7 +572,7 @@ class TestHeaders:
             with pytest.raises(BadMessage, match="16, backward instead of that of stage 3, micro-batch 17"):
                 message.check(self.SENDER, verify)
         message = sealed(tensors, self.SENDER)
-        message.layout.fill(message.packed, tensors[::-1])
+        message.layout.fill(message.memory, tensors[::-1])
         with pytest.raises(BadMessage, match="corrupted"):
             message.check(self.SENDER)
 

@@ -23,10 +23,10 @@ from soak.hooks import disconnect
 from torch import Tensor
 
 from petra.distributed import ProcessTransport
-from petra.distributed.host_message import HEADER_BYTES
 from petra.distributed.job import restart_count
 from petra.distributed.membership import is_replacement
 from petra.pipeline import Stage
+from petra.pipeline.message_layout import HEADER_BYTES
 from petra.runs import run as run_module
 from petra.runs.run import Run
 from petra.schedule import Action

@@ -11,9 +11,6 @@ from torch import Tensor
 from petra.pipeline.message_layout import MessageLayout, Template
 from petra.schedule import Action, Kind
 
-HEADER_BYTES = 64
-"""The bytes before the tensors: four numbers, and a gap that keeps tensors aligned."""
-
 _KINDS = list(Kind)
 
 
@@ -26,16 +23,11 @@ class HostMessage:
 
     Args:
         layout: The layout of its tensors.
-        memory: The vector of bytes with `size_of(layout)` elements.
+        memory: The vector of bytes.
     """
 
     def __init__(self, layout: MessageLayout, memory: Tensor) -> None:
         self.layout, self.memory = layout, memory
-
-    @property
-    def packed(self) -> Tensor:
-        """The bytes of the tensors."""
-        return self.memory[HEADER_BYTES:]
 
     def seal(self, sender: Action, verify: bool = True) -> None:
         """Write the header.
@@ -69,7 +61,7 @@ class HostMessage:
         return words
 
     def _expected(self, words: np.ndarray[tuple[int], np.dtype[np.int64]], sender: Action, verify: bool) -> list[int]:
-        found = self.layout.checksum(words[HEADER_BYTES // 8 :]) if verify else 0
+        found = self.layout.checksum(words) if verify else 0
         return [_KINDS.index(sender.kind), sender.stage, sender.microbatch, found]
 
 
@@ -87,9 +79,8 @@ class ReceivedMessage:
     def __call__(self) -> Template:
         """Wait for the message; return its tensors on the device."""
         message = self._fetch()
-        packed = message.packed
         # PyTorch does not reuse pinned memory before the copies out of it are done.
-        return message.layout.views(packed.to(self._device, non_blocking=True))
+        return message.layout.views(message.memory.to(self._device, non_blocking=True))
 
     def copy_into(self, memory: Tensor) -> None:
         """Wait for the message, and copy its bytes into memory on the device.
@@ -97,12 +88,7 @@ class ReceivedMessage:
         Args:
             memory: A vector of bytes in the layout of the message.
         """
-        memory.copy_(self._fetch().packed, non_blocking=True)
-
-
-def size_of(layout: MessageLayout) -> int:
-    """Return the bytes of a message with its header."""
-    return HEADER_BYTES + layout.size
+        memory.copy_(self._fetch().memory, non_blocking=True)
 
 
 def _describe(header: list[int]) -> str:

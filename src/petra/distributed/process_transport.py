@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from petra.distributed.host_message import HostMessage, ReceivedMessage, size_of
+from petra.distributed.host_message import HostMessage, ReceivedMessage
 from petra.distributed.io_thread import IOThread, Task
 from petra.distributed.malloc import keep_freed_memory
 from petra.distributed.packed_state import HostMemory
@@ -195,7 +195,7 @@ class ProcessTransport(Transport):
             return
         sent = [t for t in tensors if t is not None]
         versions = _versions(sent)
-        message = HostMessage(layout, self._buffers.empty(size_of(layout)))
+        message = HostMessage(layout, self._buffers.empty(layout.size))
 
         def check() -> None:
             if _versions(sent) != versions:
@@ -204,15 +204,15 @@ class ProcessTransport(Transport):
                     "layers must not write into their inputs or outputs"
                 )
 
-        self._send_from_host(to, action, message, partial(layout.fill, message.packed, tensors), check)
+        self._send_from_host(to, action, message, partial(layout.fill, message.memory, tensors), check)
 
     def send_packed(self, to: int, action: Action, message: PackedMessage) -> None:
         layout, memory = message
         if not self._has_headers:
             self._send_from_device(to, action, PackedMessage(layout, memory.clone()))
             return
-        copied = HostMessage(layout, self._host_memory(size_of(layout)))
-        copied.packed.copy_(memory, non_blocking=True)
+        copied = HostMessage(layout, self._host_memory(layout.size))
+        copied.memory.copy_(memory, non_blocking=True)
         ready = _nothing
         if memory.is_cuda:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
@@ -261,18 +261,16 @@ class ProcessTransport(Transport):
     def _send_from_device(self, to: int, action: Action, message: PackedMessage) -> None:
         """Send a message that nobody overwrites with NCCL."""
         self.sent[to, action.kind.value] += message.layout.payload
-        if message.layout.size:
-            self._pending_sends[-1].append((to, self._post(to, message.memory)))
+        self._pending_sends[-1].append((to, self._post(to, message.memory)))
 
     def _post(self, to: int, message: Tensor) -> Callable[[], None]:
         """Start sending the bytes of a message, and return a function that waits until they have left."""
         try:
-            work = dist.isend(message, self._process(to), group=self._groups[self.position.rank, to])
+            work = self._groups[self.position.rank, to].send([message], int(to > self.position.rank), 0)
         except RuntimeError as error:
             raise self._lost(to, "send to", error) from error
 
         def wait(kept: Tensor = message) -> None:  # it must stay alive until then
-            assert work is not None
             try:
                 work.wait()
             except RuntimeError as error:
@@ -283,7 +281,7 @@ class ProcessTransport(Transport):
     def receive(self, source: int, action: Action, layout: MessageLayout) -> PendingReceive:
         if not self._has_headers:
             memory = torch.empty(layout.size, dtype=torch.uint8, device=self._comm_device)
-            wait = self._post_receive(source, memory) if layout.size else _nothing
+            wait = self._post_receive(source, memory)
 
             def arrived() -> Tensor:
                 wait()
@@ -294,7 +292,7 @@ class ProcessTransport(Transport):
 
         def post() -> None:
             try:
-                message = HostMessage(layout, self._host_memory(size_of(layout)))
+                message = HostMessage(layout, self._host_memory(layout.size))
                 wait = self._post_receive(source, message.memory)
             except BaseException as error:
                 arrival.fail(error)
@@ -322,12 +320,11 @@ class ProcessTransport(Transport):
     def _post_receive(self, source: int, memory: Tensor) -> Callable[[], None]:
         """Post the receive of a message, and return a function that waits until it has arrived."""
         try:
-            work = dist.irecv(memory, self._process(source), group=self._groups[source, self.position.rank])
+            work = self._groups[source, self.position.rank].recv([memory], int(source > self.position.rank), 0)
         except RuntimeError as error:
             raise self._lost(source, "receive from", error) from error
 
         def wait() -> None:
-            assert work is not None
             try:
                 work.wait()
             except RuntimeError as error:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from petra.distributed.host_message import BadMessage, HostMessage, ReceivedMessage, size_of
+from petra.distributed.host_message import BadMessage, HostMessage, ReceivedMessage
 from petra.distributed.transport import (
     PendingReceive,
     RankPosition,
@@ -77,8 +77,7 @@ class ThreadTransport(Transport):
 
     def send_packed(self, to: int, action: Action, message: PackedMessage) -> None:
         layout, memory = message
-        copied = HostMessage(layout, torch.empty(size_of(layout), dtype=torch.uint8, device="cpu"))
-        copied.packed.copy_(memory)
+        copied = HostMessage(layout, memory.clone())
         copied.seal(action)
         self.sent[to, action.kind.value] += layout.payload
         self._shared.channels[self.position.replica, self.position.rank, to].append(copied)

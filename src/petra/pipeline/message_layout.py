@@ -1,4 +1,4 @@
-"""The layout of a message between ranks: all of its tensors in one vector of bytes."""
+"""The layout of a message between ranks: a header and all of its tensors in one vector of bytes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ Template = tuple[Tensor | None, ...]
 ALIGNMENT = 512
 """Tensors begin at multiples of it, as in memory of their own: some kernels are chosen by alignment."""
 
+HEADER_BYTES = ALIGNMENT
+"""The bytes before the first tensor. They are there on the device, too, so that one copy moves a message."""
+
 Specs = tuple[tuple[torch.Size, torch.dtype] | None, ...]
 """Shapes and dtypes of the tensors of a message."""
 
@@ -31,8 +34,8 @@ class MessageLayout:
         self.specs = specs
         self.payload = 0
         """The bytes of the tensors."""
-        self.size = 0
-        """The bytes of the vector, with the gaps between tensors."""
+        self.size = HEADER_BYTES
+        """The bytes of the vector, with the header and the gaps between tensors."""
         self._places: list[tuple[int, int, torch.Size, torch.dtype] | None] = []  # begin and end
         for spec in specs:
             if spec is None:
