@@ -43,18 +43,19 @@ class Guards:
             modes += [read(values) for read, _, values in self._attributes]
         except KeyError:  # an attribute has been deleted
             modes += [[values.get(name) for name in names] for _, names, values in self._attributes]
+        tensors: list[Any] = [*self._parameters]
+        for buffers in self._buffers:
+            tensors += buffers.values()
         settings: list[Any] = []
-        places = [b.data_ptr() for buffers in self._buffers for b in buffers.values() if b is not None]
-        places += [p.data_ptr() for p in self._parameters]
         for stage in self._stages:
             if stage.optimizer is not None:
                 for group in stage.optimizer.param_groups:
                     settings += [v for name, v in group.items() if name != "lr" and isinstance(v, _PLAIN)]
-                states = stage.optimizer.state.values()
-                places += [v.data_ptr() for state in states for v in state.values() if isinstance(v, Tensor)]
+                for state in stage.optimizer.state.values():
+                    tensors += state.values()
             if stage.synthesizer is not None:
-                places += [v.data_ptr() for v in stage.synthesizer.tensors()]
+                tensors += stage.synthesizer.tensors()
             if stage.corrections is not None:
-                places += [v.data_ptr() for v in stage.corrections.tensors()]
+                tensors += stage.corrections.tensors()
                 settings += [stage.corrections.context.momentum_horizon, stage.corrections.context.staleness]
-        return modes, settings, places
+        return modes, settings, [x.data_ptr() for x in tensors if isinstance(x, Tensor)]

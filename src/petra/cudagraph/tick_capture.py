@@ -63,6 +63,7 @@ class TickCapture:
         self._losses: list[tuple[int, AsyncCopy]] = []  # not checked yet
         self._gradients: dict[Tensor, Tensor] = {}
         self._guards = Guards(executor.stages)
+        self._shapes: Shapes = ()  # of the inputs of the tick before
 
     def run_tick(self, inputs: Streams, targets: Any, weight: float) -> list[MicrobatchResult]:
         """Run one tick: launch its graph, capture it, or run it eagerly.
@@ -78,6 +79,9 @@ class TickCapture:
         executor = self._executor
         used = self._used_data(inputs, targets)
         shapes = tuple((x.shape, x.dtype) for x in inputs)
+        if shapes == self._shapes:
+            shapes = self._shapes  # the same object is compared faster
+        self._shapes = shapes
         kind = (shapes, *(_kind(x) for x in used))
         if (
             self.ineligible_reason is not None
@@ -86,7 +90,7 @@ class TickCapture:
             or not all(isinstance(x, Tensor) for x in used)
             or executor.observers
             or executor.clock is not None
-            or any(shape != shapes for shape in executor.input_shapes)
+            or (waiting := executor.input_shapes).count(shapes) != len(waiting)
         ):
             self._history.clear()
             return self._run_eagerly(inputs, targets, weight)

@@ -28,6 +28,8 @@ class HostMessage:
 
     def __init__(self, layout: MessageLayout, memory: Tensor) -> None:
         self.layout, self.memory = layout, memory
+        self.copied: torch.cuda.Event | None = None
+        """Recorded after the copy from the device, where there is one."""
 
     def seal(self, sender: Action, verify: bool = True) -> None:
         """Write the header.

@@ -65,6 +65,42 @@ class MessageBuffers:
         return torch.from_numpy(array)
 
 
+class SendBuffers:
+    """Messages in host memory that are sent again and again, each with other values.
+
+    Only the thread that trains calls it, and gives a message back when it has left.
+
+    Args:
+        pinned: Whether the memory is pinned.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: dict[MessageLayout, list[HostMessage]] = defaultdict(list)
+
+    def take(self, layout: MessageLayout) -> HostMessage:
+        """Return a message that nobody sends, without values.
+
+        Args:
+            layout: The layout of its tensors.
+
+        Returns:
+            The message.
+        """
+        free = self._free[layout]
+        if free:
+            return free.pop()
+        return HostMessage(layout, torch.empty(layout.size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned))
+
+    def give_back(self, message: HostMessage) -> None:
+        """Let a message be used again, which has left."""
+        self._free[message.layout].append(message)
+
+    def clear(self) -> None:
+        """Give the memory of messages that nobody sends back to the allocator."""
+        self._free.clear()
+
+
 class DeviceMessage:
     """A message that is received into memory on the device.
 
@@ -142,6 +178,7 @@ class ProcessTransport(Transport):
         self._world_group = self._new_group(backend="gloo")
         self._flags_group = self._new_group(backend="gloo")
         self._buffers = MessageBuffers()
+        self._send_buffers = SendBuffers(pinned=self.device.type == "cuda")
         self._io_threads: dict[tuple[str, int], IOThread] = {}
         # For each recent tick: receiving ranks, and functions that wait until the message has left.
         self._pending_sends: deque[list[tuple[int, Callable[[], None]]]] = deque([[]])
@@ -195,7 +232,7 @@ class ProcessTransport(Transport):
             return
         sent = [t for t in tensors if t is not None]
         versions = _versions(sent)
-        message = HostMessage(layout, self._buffers.empty(layout.size))
+        message = self._send_buffers.take(layout)
 
         def check() -> None:
             if _versions(sent) != versions:
@@ -211,17 +248,18 @@ class ProcessTransport(Transport):
         if not self._has_headers:
             self._send_from_device(to, action, PackedMessage(layout, memory.clone()))
             return
-        copied = HostMessage(layout, self._host_memory(layout.size))
+        copied = self._send_buffers.take(layout)
         copied.memory.copy_(memory, non_blocking=True)
         ready = _nothing
         if memory.is_cuda:
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
-            event.record(torch.cuda.current_stream(self.device))
-            ready = event.synchronize
+            if copied.copied is None:
+                copied.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
+            copied.copied.record(torch.cuda.current_stream(self.device))
+            ready = copied.copied.synchronize
         self._send_from_host(to, action, copied, ready, _nothing)
 
     def _host_memory(self, size: int) -> Tensor:
-        """Return memory for a message; PyTorch reuses pinned memory when copies from and to it are done."""
+        """Return memory for a message; PyTorch reuses pinned memory when copies from it are done."""
         if self.device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         return self._buffers.empty(size)
@@ -253,6 +291,7 @@ class ProcessTransport(Transport):
 
         def wait() -> None:
             posted.result()()
+            self._send_buffers.give_back(message)
             check()
 
         self.sent[to, action.kind.value] += message.layout.payload
@@ -350,8 +389,9 @@ class ProcessTransport(Transport):
         self._pending_sends.append([])
 
     def release_buffers(self) -> None:
-        """Give the memory of received messages that nothing uses any more back to the allocator."""
+        """Give the memory of messages that nothing uses any more back to the allocator."""
         self._buffers = MessageBuffers()
+        self._send_buffers.clear()
 
     def _wait_for(self, sends: list[tuple[int, Callable[[], None]]]) -> None:
         for to, wait in sends:

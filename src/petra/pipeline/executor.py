@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,9 +200,12 @@ class Executor:
         self.activity.now("between ticks")
         return self.mailbox.format.lay_out(streams) if self.stages[-1].last else None
 
-    @contextmanager
-    def uninterrupted(self) -> Iterator[None]:
-        """A context for a whole tick. After an error inside, training can only continue from a saved state.
+    def uninterrupted(self) -> Uninterrupted:
+        """Return a context for a whole tick. After an error inside, training can only continue from a saved state."""
+        return Uninterrupted(self)
+
+    def begin_uninterrupted(self) -> None:
+        """Check that a tick can begin.
 
         Raises:
             RuntimeError: If an earlier tick failed, or where nothing can be trained.
@@ -218,11 +220,14 @@ class Executor:
                 "torch.autocast around step() cannot cover layers that are evaluated in later ticks: "
                 "create the trainer with autocast=torch.bfloat16 instead"
             )
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Note that a tick has failed half-way.
+
+        Args:
+            error: The reason.
+        """
+        self._failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
     def _check_no_failure(self) -> None:
         if self._failure is not None:
@@ -466,6 +471,24 @@ class Executor:
             self.mailbox.load_state_dict(stage.index, stages[stage.index])
         if self.capture is not None:
             self.capture.reset()
+
+
+class Uninterrupted:
+    """A context for a whole tick; a class, because it is faster than a generator.
+
+    Args:
+        executor: The executor of the tick.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        self._executor.begin_uninterrupted()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._executor.fail(error)
 
 
 def _save_as_received(saved: SavedState, inputs: Streams, received: Streams) -> None:
