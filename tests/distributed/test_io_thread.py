@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petra.distributed import ProcessTransport
-from petra.distributed.io_thread import IOThread
+from petra.distributed import LostRank, ProcessTransport
+from petra.distributed.io_thread import IOThread, Task
 from petra.pipeline.message_layout import layout_of
 from petra.schedule import Action, Kind
 
@@ -92,6 +92,55 @@ def test_receives_are_posted_while_earlier_ones_wait(transport, monkeypatch):
             posted.get(timeout=30)
     finally:
         arrived.set()
+
+
+def test_the_memory_of_a_message_is_used_again_when_it_has_left(transport):
+    sent, may_leave = SimpleQueue(), threading.Event()
+    work = SimpleNamespace(wait=lambda: may_leave.wait(60))
+    transport._groups[0, 0] = SimpleNamespace(send=lambda tensors, *_: (sent.put(tensors[0]), work)[1])
+    message = layout_of((torch.ones(5),)).pack((torch.ones(5),))
+
+    def send():
+        transport.begin_tick()
+        transport.send_packed(0, Action(0, Kind.FORWARD, 0), message)
+        message.memory.add_(1)  # the next launch of the graph
+        return sent.get(timeout=30)
+
+    first, second = send(), send()
+    assert first.data_ptr() != second.data_ptr()
+    assert not message.layout.views(first)[0].equal(message.layout.views(second)[0])
+    may_leave.set()
+    assert send().data_ptr() == first.data_ptr()
+    assert transport.sent[0, "F"] == 3 * 20
+    transport.flush()
+    transport.release_buffers()
+
+
+def test_a_task_can_get_its_function_later_or_fail():
+    thread, task = IOThread("later"), Task()
+    assert not task.done()
+    with pytest.raises(TimeoutError):
+        task.result(0.01)
+    task.begin_with(lambda: 7)
+    thread.queue(task)
+    assert (task.result(10), task.result(), task.exception(), task.done()) == (7, 7, None, True)
+    failed, error = Task(), ValueError("no")
+    failed.fail(error)
+    assert failed.done()
+    assert failed.exception() is error
+    with pytest.raises(ValueError, match="no"):
+        failed.result()
+    thread.close(10)
+
+
+def test_an_error_while_a_receive_is_posted_is_raised_when_it_is_waited_for(transport):
+    def fails(*_):
+        raise RuntimeError("the connection is closed")
+
+    transport._groups[0, 0] = SimpleNamespace(recv=fails)
+    arrival = transport.receive(0, Action(0, Kind.FORWARD, 0), layout_of((torch.ones(5),)))
+    with pytest.raises(LostRank, match=r"cannot receive from rank 0 \(the connection is closed\)"):
+        arrival()
 
 
 @pytest.mark.parametrize(("ticks", "waited_for"), [(2, [0, 1, 2]), (3, [0, 1])])

@@ -577,6 +577,30 @@ class TestHeaders:
             message.check(self.SENDER)
 
 
+def test_tensors_of_a_message_are_like_tensors_with_memory_of_their_own():
+    template = (torch.randn(3), None, torch.randn(2, 0), torch.randn(200).double(), torch.tensor(True))
+    layout = layout_of(template)
+    assert layout_of(tuple(None if t is None else t.to("meta") for t in template)) is layout
+    memory = layout.pack(template).memory
+    tensors = layout.views(memory)
+    assert [t is None for t in tensors] == [t is None for t in template]
+    tensors[3].add_(1)
+    assert [t._version for t in tensors if t is not None] == [0, 0, 1, 0]  # a write into one is not one into another
+    for found, tensor in zip(tensors, template, strict=True):
+        if tensor is not None and found is not tensors[3]:
+            assert found.equal(tensor)
+        if tensor is not None and tensor.numel():
+            assert found.untyped_storage().nbytes() == tensor.nbytes
+            assert (found.data_ptr() - memory.data_ptr()) % 512 == 0
+    assert tensors[3].equal(template[3] + 1)
+    assert layout.views(memory)[3].equal(tensors[3])
+
+
+def test_packing_is_not_part_of_a_graph_of_autograd():
+    weight = torch.ones(3, requires_grad=True)
+    assert not layout_of((weight,)).pack((weight * 2,)).memory.requires_grad
+
+
 def test_message_buffers_are_reused_but_not_while_a_tensor_refers_to_them():
     buffers = MessageBuffers()
     layout = layout_of((torch.empty(3, 5), torch.empty(2)))

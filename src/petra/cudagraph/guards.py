@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Guards:
         names = [[name for name, v in values.items() if type(v) in _NUMBERS] for values in own]
         self._attributes = [(itemgetter(*found), found, v) for found, v in zip(names, own, strict=True) if found]
         self._buffers = [m._buffers for m in modules if m._buffers]
+        self._plain, self._tensors = Selection(*_PLAIN), Selection(Tensor)
         self._parameters = [p for stage in stages for p in stage.parameters]
 
     def __call__(self) -> Any:
@@ -47,15 +48,42 @@ class Guards:
         for buffers in self._buffers:
             tensors += buffers.values()
         settings: list[Any] = []
+        contexts: list[float] = []
         for stage in self._stages:
             if stage.optimizer is not None:
                 for group in stage.optimizer.param_groups:
-                    settings += [v for name, v in group.items() if name != "lr" and isinstance(v, _PLAIN)]
+                    settings += [v for name, v in group.items() if name != "lr"]
                 for state in stage.optimizer.state.values():
                     tensors += state.values()
             if stage.synthesizer is not None:
                 tensors += stage.synthesizer.tensors()
             if stage.corrections is not None:
                 tensors += stage.corrections.tensors()
-                settings += [stage.corrections.context.momentum_horizon, stage.corrections.context.staleness]
-        return modes, settings, [x.data_ptr() for x in tensors if isinstance(x, Tensor)]
+                contexts += [stage.corrections.context.momentum_horizon, stage.corrections.context.staleness]
+        return modes, self._plain.of(settings), contexts, [x.data_ptr() for x in self._tensors.of(tensors)]
+
+
+class Selection:
+    """Those of a list of objects that are of some types, found again only if there are other objects in it.
+
+    Args:
+        types: The types.
+    """
+
+    def __init__(self, *types: type) -> None:
+        self._types = types
+        self._given: list[Any] = []
+        self._selected: list[Any] = []
+
+    def of(self, given: list[Any]) -> list[Any]:
+        """Return the objects of these types.
+
+        Args:
+            given: All objects.
+
+        Returns:
+            Some of them.
+        """
+        if len(given) != len(self._given) or not all(map(is_, given, self._given)):
+            self._given, self._selected = given, [x for x in given if isinstance(x, self._types)]
+        return self._selected
