@@ -28,6 +28,7 @@ class HostMessage:
 
     def __init__(self, layout: MessageLayout, memory: Tensor) -> None:
         self.layout, self.memory = layout, memory
+        self._words: np.ndarray[tuple[int], np.dtype[np.int64]] = memory.numpy().view(np.int64)
         self.copied: torch.cuda.Event | None = None
         """Recorded after the copy from the device, where there is one."""
 
@@ -38,8 +39,7 @@ class HostMessage:
             sender: The action that sends the message.
             verify: Whether it has a checksum.
         """
-        words = self._words()
-        words[:4] = self._expected(words, sender, verify)
+        self._words[:4] = self._expected(sender, verify)
 
     def check(self, sender: Action, verify: bool = True) -> None:
         """Check the header.
@@ -51,19 +51,14 @@ class HostMessage:
         Raises:
             BadMessage: If the header is not the one that `seal` writes with the same arguments.
         """
-        words = self._words()
-        received, expected = words[:4].tolist(), self._expected(words, sender, verify)
+        received, expected = self._words[:4].tolist(), self._expected(sender, verify)
         if received[:3] != expected[:3]:
             raise BadMessage(f"received the message of {_describe(received)} instead of that of {_describe(expected)}")
         if received != expected:
             raise BadMessage(f"the message of {_describe(expected)} was corrupted in transit")
 
-    def _words(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        words: np.ndarray[tuple[int], np.dtype[np.int64]] = self.memory.numpy().view(np.int64)
-        return words
-
-    def _expected(self, words: np.ndarray[tuple[int], np.dtype[np.int64]], sender: Action, verify: bool) -> list[int]:
-        found = self.layout.checksum(words) if verify else 0
+    def _expected(self, sender: Action, verify: bool) -> list[int]:
+        found = self.layout.checksum(self._words) if verify else 0
         return [_KINDS.index(sender.kind), sender.stage, sender.microbatch, found]
 
 

@@ -25,6 +25,7 @@ from petra.distributed.state_exchange import LARGEST, Ring, StateChannel
 from petra.distributed.transport import (
     PendingReceive,
     RankPosition,
+    Request,
     Transport,
     flatten,
     host_copies,
@@ -318,16 +319,38 @@ class ProcessTransport(Transport):
         return wait
 
     def receive(self, source: int, action: Action, layout: MessageLayout) -> PendingReceive:
+        return self.receive_all([(source, action, layout)])[0]
+
+    def receive_all(self, requests: Sequence[Request]) -> list[PendingReceive]:
         if not self._has_headers:
-            memory = torch.empty(layout.size, dtype=torch.uint8, device=self._comm_device)
-            wait = self._post_receive(source, memory)
+            return [self._receive_on_device(source, layout) for source, _, layout in requests]
+        found, posts = [], []
+        for source, action, layout in requests:
+            arrival, post = self._prepare_receive(source, action, layout)
+            found.append(ReceivedMessage(partial(self._wait_for_message, source, arrival), self.device))
+            posts.append(post)
+        if posts:
+            # Gloo sends a message only after the receive has been posted. A separate thread posts receives while others
+            # wait for earlier messages, so that slow links carry several messages at the same time.
+            self._io_thread("post", self.position.rank).submit(lambda: [post() for post in posts])
+        return found
 
-            def arrived() -> Tensor:
-                wait()
-                return memory
+    def _receive_on_device(self, source: int, layout: MessageLayout) -> DeviceMessage:
+        memory = torch.empty(layout.size, dtype=torch.uint8, device=self._comm_device)
+        wait = self._post_receive(source, memory)
 
-            return DeviceMessage(layout, arrived)
-        posts, waits = self._io_thread("post", source), self._io_thread("from", source)
+        def arrived() -> Tensor:
+            wait()
+            return memory
+
+        return DeviceMessage(layout, arrived)
+
+    def _prepare_receive(
+        self, source: int, action: Action, layout: MessageLayout
+    ) -> tuple[Task[HostMessage], Callable[[], None]]:
+        """Return a message that will arrive, and a function that posts its receive."""
+        waits = self._io_thread("from", source)
+        arrival: Task[HostMessage] = Task()
 
         def post() -> None:
             try:
@@ -345,16 +368,11 @@ class ProcessTransport(Transport):
             arrival.begin_with(arrive)
             waits.queue(arrival)
 
-        # Gloo sends a message only after the receive has been posted. A separate thread posts receives while
-        # another one waits for earlier messages, so that slow links carry several messages at the same time.
-        arrival: Task[HostMessage] = Task()
-        posts.submit(post)
+        return arrival, post
 
-        def fetch() -> HostMessage:
-            with self.activity.waiting(source):
-                return arrival.result()
-
-        return ReceivedMessage(fetch, self.device)
+    def _wait_for_message(self, source: int, arrival: Task[HostMessage]) -> HostMessage:
+        with self.activity.waiting(source):
+            return arrival.result()
 
     def _post_receive(self, source: int, memory: Tensor) -> Callable[[], None]:
         """Post the receive of a message, and return a function that waits until it has arrived."""

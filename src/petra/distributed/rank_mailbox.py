@@ -113,13 +113,11 @@ class RankMailbox(LocalMailbox):
         return found
 
     def begin_tick(self, incoming: Sequence[Incoming], first: int = 0) -> None:
-        transport = self._transport
-        transport.begin_tick()
-        for source, action, to, form in incoming:
-            sent = action.shifted(first)
-            pending = Pending(transport.receive(source, sent, form.coded), form)
+        self._transport.begin_tick()
+        received = self._transport.receive_all([(m.source, m.action.shifted(first), m.form.coded) for m in incoming])
+        for (_, action, to, form), receive in zip(incoming, received, strict=True):
             waiting = self._pending_forward if action.kind is Kind.FORWARD else self._pending_backward
-            waiting[to, sent.microbatch] = pending
+            waiting[to, first + action.microbatch] = Pending(receive, form)
 
     def begin_evaluation(self, inputs: Streams) -> None:
         self._transport.begin_tick()

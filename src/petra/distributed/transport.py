@@ -19,6 +19,9 @@ from petra.pipeline.activity import Activity
 from petra.pipeline.message_layout import MessageLayout, PackedMessage, Template
 from petra.schedule import Action
 
+Request = tuple[int, Action, MessageLayout]
+"""A receive: the sending rank, the action and the layout of the message."""
+
 
 class PendingReceive(Protocol):
     """A message that was sent to this rank, or will be."""
@@ -115,6 +118,17 @@ class Transport(ABC):
         Returns:
             The message, to wait for.
         """
+
+    def receive_all(self, requests: Sequence[Request]) -> list[PendingReceive]:
+        """Post several receives.
+
+        Args:
+            requests: The arguments of `receive` for each of them.
+
+        Returns:
+            The messages, to wait for.
+        """
+        return [self.receive(*request) for request in requests]
 
     def begin_tick(self) -> None:  # noqa: B027 - optional
         """Start a new tick: wait until the messages that were sent `max_unsent_ticks` ticks ago have left."""

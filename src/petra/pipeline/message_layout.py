@@ -106,7 +106,7 @@ class MessageLayout:
         """
         if not len(self._words):
             return 0
-        return int((np.add.reduceat(words, self._words) * self._factors).sum())
+        return int(np.dot(np.add.reduceat(words, self._words), self._factors))
 
 
 class PackedMessage(NamedTuple):
