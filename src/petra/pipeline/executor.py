@@ -201,7 +201,11 @@ class Executor:
         return self.mailbox.format.lay_out(streams) if self.stages[-1].last else None
 
     def uninterrupted(self) -> Uninterrupted:
-        """Return a context for a whole tick. After an error inside, training can only continue from a saved state."""
+        """Return a context for a whole tick. After an error inside, training can only continue from a saved state.
+
+        Returns:
+            The context.
+        """
         return Uninterrupted(self)
 
     def begin_uninterrupted(self) -> None:
@@ -400,7 +404,14 @@ class Executor:
                 self._shapes.pop(first + action.microbatch)
 
     def has_part_in(self, action: Action) -> bool:
-        """Return whether `advance` needs to know of an action."""
+        """Return whether `advance` needs to know of an action.
+
+        Args:
+            action: The action.
+
+        Returns:
+            True if it changes what this process remembers.
+        """
         return action.stage in self._owned or (action.stage == 0 and action.kind is Kind.BACKWARD)
 
     def host_state(self) -> Any:

@@ -38,7 +38,14 @@ class Action:
     """
 
     def shifted(self, by: int) -> Action:
-        """Return the action with a micro-batch that is `by` later."""
+        """Return the same action for another micro-batch.
+
+        Args:
+            by: The number to add to that of the micro-batch.
+
+        Returns:
+            The action.
+        """
         return Action(self.stage, self.kind, self.microbatch + by)
 
     def __str__(self) -> str:
