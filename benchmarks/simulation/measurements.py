@@ -14,6 +14,7 @@ from petra import METHODS
 from petra.measure import nbytes
 from petra.methods import BackwardMessage, Settings
 from petra.pipeline import MessageFormat, ShapeInference, StageBuilder, partition
+from petra.pipeline.message_layout import layout_of
 from petra.pipeline.message_shapes import shapes_of
 from petra.schedule import Action, Kind
 from petra.trainer.loss import cross_entropy
@@ -44,7 +45,7 @@ def link(transport, repeats):
                 continue
             began = time.perf_counter()
             transport.begin_tick()
-            arrive = transport.receive(other, LABEL, message)
+            arrive = transport.receive(other, LABEL, layout_of(message))
             posted = time.perf_counter() - began
             began = time.perf_counter()
             if rank < other:

@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy
 
 import petra
 from petra.distributed import ProcessTransport
-from petra.distributed.message_header import payload
 from petra.measure import PipelineOverLinks, environment
 from petra.methods import METHODS
 from petra.pipeline import ShapeInference, partition
 from petra.pipeline.message_format import MessageFormat
+from petra.pipeline.message_layout import payload
 from petra.pipeline.message_shapes import shapes_of
 from petra.schedule import AsyncSchedule
 

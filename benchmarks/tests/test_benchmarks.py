@@ -229,6 +229,16 @@ def test_ticks_of_ranks_are_measured_in_a_smoke_run_that_stores_nothing(tmp_path
     assert not (tmp_path / "ranks.json").exists()
 
 
+@pytest.mark.slow
+def test_the_host_time_of_a_tick_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path):
+    script = ROOT / "benchmarks/tick/host_time.py"
+    command = [sys.executable, script, "--smoke", "--out", tmp_path / "host-time.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["no", "gloo"]
+    assert not (tmp_path / "host-time.json").exists()
+
+
 def test_a_simulated_pipeline_is_predicted_from_costs_of_its_stages_alone():
     (module,) = import_scripts("benchmarks/simulation", "run")
     costs = {"forward": 0.01, "backward": 0.02, "update": 0.0, "jitter": 0.0, "messages": [1000, 1000]}

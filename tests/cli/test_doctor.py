@@ -44,8 +44,8 @@ def test_a_message_that_arrives_changed():
         send = transport.send
         if transport.position.rank == 0:
 
-            def change(to, action, tensors, overwritten=False):
-                send(to, action, tuple(None if t is None else t * 1.001 for t in tensors), overwritten)
+            def change(to, action, tensors):
+                send(to, action, tuple(None if t is None else t * 1.001 for t in tensors))
 
             transport.send = change
         return compare_with_one_process(transport, CPU, 12, False)

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petra.distributed import ProcessTransport
-from petra.distributed.io_thread import IOThread
+from petra.distributed import LostRank, ProcessTransport
+from petra.distributed.io_thread import IOThread, Task
+from petra.pipeline.message_layout import layout_of
 from petra.schedule import Action, Kind
 
 pytestmark = pytest.mark.slow
@@ -83,15 +84,63 @@ def transport():
 def test_receives_are_posted_while_earlier_ones_wait(transport, monkeypatch):
     posted, arrived = SimpleQueue(), threading.Event()
     work = SimpleNamespace(wait=lambda: arrived.wait(60))
-    monkeypatch.setattr(dist, "irecv", lambda tensor, *_, **__: (posted.put(tensor), work)[1])
-    transport._groups[0, 0] = dist.group.WORLD
+    transport._groups[0, 0] = SimpleNamespace(recv=lambda tensors, *_: (posted.put(tensors), work)[1])
     for number in range(3):
-        transport.receive(0, Action(0, Kind.FORWARD, number), (torch.ones(5),))
+        transport.receive(0, Action(0, Kind.FORWARD, number), layout_of((torch.ones(5),)))
     try:
-        for _ in range(2 * 3):  # a header and a tensor each
+        for _ in range(3):
             posted.get(timeout=30)
     finally:
         arrived.set()
+
+
+def test_the_memory_of_a_message_is_used_again_when_it_has_left(transport):
+    sent, may_leave = SimpleQueue(), threading.Event()
+    work = SimpleNamespace(wait=lambda: may_leave.wait(60))
+    transport._groups[0, 0] = SimpleNamespace(send=lambda tensors, *_: (sent.put(tensors[0]), work)[1])
+    message = layout_of((torch.ones(5),)).pack((torch.ones(5),))
+
+    def send():
+        transport.begin_tick()
+        transport.send_packed(0, Action(0, Kind.FORWARD, 0), message)
+        message.memory.add_(1)  # the next launch of the graph
+        return sent.get(timeout=30)
+
+    first, second = send(), send()
+    assert first.data_ptr() != second.data_ptr()
+    assert not message.layout.views(first)[0].equal(message.layout.views(second)[0])
+    may_leave.set()
+    assert send().data_ptr() == first.data_ptr()
+    assert transport.sent[0, "F"] == 3 * 20
+    transport.flush()
+    transport.release_buffers()
+
+
+def test_a_task_can_get_its_function_later_or_fail():
+    thread, task = IOThread("later"), Task()
+    assert not task.done()
+    with pytest.raises(TimeoutError):
+        task.result(0.01)
+    task.begin_with(lambda: 7)
+    thread.queue(task)
+    assert (task.result(10), task.result(), task.exception(), task.done()) == (7, 7, None, True)
+    failed, error = Task(), ValueError("no")
+    failed.fail(error)
+    assert failed.done()
+    assert failed.exception() is error
+    with pytest.raises(ValueError, match="no"):
+        failed.result()
+    thread.close(10)
+
+
+def test_an_error_while_a_receive_is_posted_is_raised_when_it_is_waited_for(transport):
+    def fails(*_):
+        raise RuntimeError("the connection is closed")
+
+    transport._groups[0, 0] = SimpleNamespace(recv=fails)
+    arrival = transport.receive(0, Action(0, Kind.FORWARD, 0), layout_of((torch.ones(5),)))
+    with pytest.raises(LostRank, match=r"cannot receive from rank 0 \(the connection is closed\)"):
+        arrival()
 
 
 @pytest.mark.parametrize(("ticks", "waited_for"), [(2, [0, 1, 2]), (3, [0, 1])])
@@ -111,6 +160,7 @@ import torch
 import torch.distributed as dist
 
 from petra.distributed import ProcessTransport
+from petra.pipeline.message_layout import layout_of
 from petra.schedule import Action, Kind
 
 rank, store = int(sys.argv[1]), sys.argv[2]
@@ -119,7 +169,7 @@ transport = ProcessTransport(timeout=timedelta(seconds=60))
 transport.connect([(0, 1), (1, 0)])
 tensor = torch.ones(5)
 for number in range(2):
-    arrival = transport.receive(1 - rank, Action(0, Kind.FORWARD, number), (tensor,))
+    arrival = transport.receive(1 - rank, Action(0, Kind.FORWARD, number), layout_of((tensor,)))
     sent = tensor.clone()
     transport.send(1 - rank, Action(0, Kind.FORWARD, number), (sent,))
     assert arrival()[0].tolist() == tensor.tolist()
@@ -130,7 +180,7 @@ try:
     transport.flush()
 except RuntimeError as error:
     print(error)
-transport.receive(1 - rank, Action(0, Kind.FORWARD, 2), (tensor,))  # nobody will send it
+transport.receive(1 - rank, Action(0, Kind.FORWARD, 2), layout_of((tensor,)))  # nobody will send it
 transport.gather(None)
 """
 

@@ -15,10 +15,11 @@ from torch import nn
 
 from petra import Network, models
 from petra.distributed import run_together
-from petra.distributed.message_header import BadMessage, check_header, checksum, make_header, payload
+from petra.distributed.host_message import BadMessage, HostMessage
 from petra.distributed.process_transport import MessageBuffers
 from petra.distributed.transport import flatten, make_buckets, unflatten_into
 from petra.measure import MemoryProbe
+from petra.pipeline.message_layout import layout_of
 from petra.reversible import AffineCoupling, FixedPointCoupling
 from petra.schedule import Action, Deadlock, Kind
 
@@ -331,10 +332,10 @@ def test_replicas_keep_the_same_weights_and_statistics(method):
 
 
 def test_a_deadlock_is_detected():
-    template = (torch.empty(2, device="meta"),)
+    layout = layout_of((torch.empty(2, device="meta"),))
 
     def work(transport):
-        return transport.receive(1 - transport.position.rank, Action(0, Kind.FORWARD, 0), template)()
+        return transport.receive(1 - transport.position.rank, Action(0, Kind.FORWARD, 0), layout)()
 
     with pytest.raises(Deadlock, match="every rank waits"):
         run_together(work, 2)
@@ -392,7 +393,7 @@ def test_a_message_with_another_shape_or_dtype_is_rejected(other):
             transport.send(1, action, (other,))
         else:
             with pytest.raises(BadMessage, match=r"received .* instead of"):
-                transport.receive(0, action, (torch.empty(2, device="meta"),))()
+                transport.receive(0, action, layout_of((torch.empty(2, device="meta"),)))()
 
     run_together(work, 2)
 
@@ -523,6 +524,15 @@ def test_replicas_create_tensors_on_the_device_of_the_trainer():
     assert run_together(work, 1, 2) == [1, 1]
 
 
+def sealed(tensors, sender, verify=True):
+    """A message in host memory, ready to be sent."""
+    layout = layout_of(tensors)
+    message = HostMessage(layout, torch.empty(layout.size, dtype=torch.uint8))
+    layout.fill(message.memory, tuple(tensors))
+    message.seal(sender, verify)
+    return message
+
+
 class TestHeaders:
     SENDER = Action(3, Kind.BACKWARD, 17)
 
@@ -537,50 +547,78 @@ class TestHeaders:
     )
     def test_an_intact_message_is_accepted(self, parts):
         tensors = [torch.randn(shape).mul(9).to(dtype) for shape, dtype in parts]
-        header = make_header(self.SENDER, checksum(tensors))
-        check_header(header, self.SENDER, checksum([t.clone() for t in tensors]))
-        assert payload(tensors) == sum(t.numel() * t.element_size() for t in tensors)
+        message = sealed(tensors, self.SENDER)
+        copied = HostMessage(message.layout, message.memory.clone())
+        copied.check(self.SENDER)
+        for found, tensor in zip(copied.layout.views(copied.memory), tensors, strict=True):
+            assert found.dtype == tensor.dtype
+            assert found.equal(tensor)
+        assert message.layout.payload == sum(t.numel() * t.element_size() for t in tensors)
 
     def test_any_changed_byte_is_detected(self):
         tensors = [torch.randn(5), torch.randn(3, 3), torch.randn(9)[1:]]  # also one that is not aligned
-        header = make_header(self.SENDER, checksum(tensors))
+        message = sealed(tensors, self.SENDER)
         for number, tensor in enumerate(tensors):
             for i, change in product(range(4 * tensor.numel()), (1, 64, 128)):
-                damaged = [t.clone() for t in tensors]
-                damaged[number].view(-1).view(torch.uint8)[i] += change
+                damaged = HostMessage(message.layout, message.memory.clone())
+                damaged.layout.views(damaged.memory)[number].view(-1).view(torch.uint8)[i] += change
                 with pytest.raises(BadMessage, match="stage 3, micro-batch 17, backward was corrupted in transit"):
-                    check_header(header, self.SENDER, checksum(damaged))
+                    damaged.check(self.SENDER)
 
     def test_another_message_or_order_is_detected(self):
         tensors = [torch.randn(2), torch.randn(2)]
-        for found in (0, checksum(tensors)):
-            header = make_header(Action(3, Kind.BACKWARD, 16), found)
+        for verify in (False, True):
+            message = sealed(tensors, Action(3, Kind.BACKWARD, 16), verify)
             with pytest.raises(BadMessage, match="16, backward instead of that of stage 3, micro-batch 17"):
-                check_header(header, self.SENDER, found)
+                message.check(self.SENDER, verify)
+        message = sealed(tensors, self.SENDER)
+        message.layout.fill(message.memory, tensors[::-1])
         with pytest.raises(BadMessage, match="corrupted"):
-            check_header(make_header(self.SENDER, checksum(tensors)), self.SENDER, checksum(tensors[::-1]))
+            message.check(self.SENDER)
+
+
+def test_tensors_of_a_message_are_like_tensors_with_memory_of_their_own():
+    template = (torch.randn(3), None, torch.randn(2, 0), torch.randn(200).double(), torch.tensor(True))
+    layout = layout_of(template)
+    assert layout_of(tuple(None if t is None else t.to("meta") for t in template)) is layout
+    memory = layout.pack(template).memory
+    tensors = layout.views(memory)
+    assert [t is None for t in tensors] == [t is None for t in template]
+    tensors[3].add_(1)
+    assert [t._version for t in tensors if t is not None] == [0, 0, 1, 0]  # a write into one is not one into another
+    for found, tensor in zip(tensors, template, strict=True):
+        if tensor is not None and found is not tensors[3]:
+            assert found.equal(tensor)
+        if tensor is not None and tensor.numel():
+            assert found.untyped_storage().nbytes() == tensor.nbytes
+            assert (found.data_ptr() - memory.data_ptr()) % 512 == 0
+    assert tensors[3].equal(template[3] + 1)
+    assert layout.views(memory)[3].equal(tensors[3])
+
+
+def test_packing_is_not_part_of_a_graph_of_autograd():
+    weight = torch.ones(3, requires_grad=True)
+    assert not layout_of((weight,)).pack((weight * 2,)).memory.requires_grad
 
 
 def test_message_buffers_are_reused_but_not_while_a_tensor_refers_to_them():
     buffers = MessageBuffers()
-    template = torch.empty(3, 5, device="meta")
-    first = buffers.empty_like(template, torch.device("cpu"))
+    layout = layout_of((torch.empty(3, 5), torch.empty(2)))
+    first = buffers.empty(layout.size)
     position = first.data_ptr()
-    part = first[1]  # a view keeps it alive
+    part = layout.views(first)[1]  # a tensor keeps it alive
     del first
-    second = buffers.empty_like(template, torch.device("cpu"))
+    second = buffers.empty(layout.size)
     assert second.data_ptr() != position
     del part
-    third = buffers.empty_like(template, torch.device("cpu"))
+    third = buffers.empty(layout.size)
     assert third.data_ptr() == position
-    assert third.shape == template.shape
-    assert third.dtype == template.dtype
-    kept = third.detach().requires_grad_()  # as autograd would hold it
+    kept = layout.views(third)[0].requires_grad_()  # as autograd would hold it
     product = kept * 2
     del third, kept
-    assert buffers.empty_like(template, torch.device("cpu")).data_ptr() != position
+    assert buffers.empty(layout.size).data_ptr() != position
     del product
-    assert buffers.empty_like(template, torch.device("cpu")).data_ptr() == position
+    assert buffers.empty(layout.size).data_ptr() == position
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=8), st.integers(1, 12))

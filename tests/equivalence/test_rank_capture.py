@@ -115,8 +115,9 @@ def test_corrections(corrections):
     together(corrections=corrections)
 
 
-def test_messages_in_bf16():
-    together(comm_dtype=torch.bfloat16)
+@pytest.mark.parametrize("comm_dtype", [torch.bfloat16, "int8", "streams=bf16,gradients=int8"], ids=str)
+def test_rounded_messages(comm_dtype):
+    together(3, comm_dtype=comm_dtype)
 
 
 def test_images_in_channels_last():
@@ -128,9 +129,26 @@ def test_batches_of_other_sizes_are_not_captured():
     together(batches=batches, fewest=5)
 
 
-def test_around_evaluations_states_and_drains():
+@pytest.mark.parametrize("last", [False, True])
+def test_a_rank_without_the_first_and_the_last_stage_needs_no_data(last):
+    """Only the shapes."""
+
     def work(transport):
-        plain, captured = pair(transport, tiny())
+        network = tiny().to(memory_format=torch.channels_last if last else torch.contiguous_format)
+        plain, captured = pair(transport, network)
+        for x, y in data(TICKS):
+            plain.step(x, y)
+            captured.step(*((x.to("meta"), y.to("meta")) if transport.position.rank == 1 else (x, y)))
+            assert_equal(state(plain), state(captured))
+        return captured.executor.capture.captured_ticks
+
+    assert min(run_together(work, 3)) > 8
+
+
+@pytest.mark.parametrize("comm_dtype", [None, "int8"])
+def test_around_evaluations_states_and_drains(comm_dtype):
+    def work(transport):
+        plain, captured = pair(transport, tiny(), comm_dtype=comm_dtype)
         for trainer in (plain, captured):
             for number, (x, y) in enumerate(data(40)):
                 trainer.step(x, y)

@@ -18,6 +18,7 @@ from torch import nn
 from petra import Network, ReversibleBlock, ReversibleResidual
 from petra.cudagraph import CudaGraphCapture, TickCapture
 from petra.cudagraph.graph_capture import GraphMemory
+from petra.cudagraph.guards import Guards
 from petra.cudagraph.ring_buffers import make_copies
 from petra.measure import Fidelity
 from petra.optim import Muon
@@ -272,6 +273,46 @@ def test_numbers_that_modules_hold_are_noticed_when_they_change():
     assert norms
     assert trainers[1].executor.capture._graph_capture.recorded == 3
     assert trainers[1].executor.capture.captured_ticks > 15
+
+
+def test_the_guards_notice_every_change():
+    network = tiny()
+    trainer, _ = pair(network)
+    for x, y in data(10):
+        trainer.step(x, y)
+    guards = Guards(trainer.stages)
+    stage = trainer.stages[1]
+    norm = next(m for layer in stage.layers for m in layer.modules() if isinstance(m, nn.BatchNorm2d))
+    parameter, optimizer = stage.parameters[0], stage.optimizer
+
+    def replace_momentum():
+        optimizer.state[parameter]["momentum_buffer"] = optimizer.state[parameter]["momentum_buffer"].clone()
+
+    changes = {
+        "a mode": lambda: norm.eval(),
+        "a number": lambda: setattr(norm, "momentum", 0.3),
+        "a number that is deleted": lambda: delattr(norm, "eps"),
+        "a frozen parameter": lambda: parameter.requires_grad_(False),
+        "the memory of a parameter": lambda: setattr(parameter, "data", parameter.data.clone()),
+        "the memory of a buffer": lambda: setattr(norm, "running_mean", norm.running_mean.clone()),
+        "a buffer that is deleted": lambda: setattr(norm, "running_var", None),
+        "a setting": lambda: optimizer.param_groups[0].update(weight_decay=0.5),
+        "a new setting": lambda: optimizer.param_groups[0].update(more=True),
+        "the memory of a momentum": replace_momentum,
+        "a momentum that is deleted": lambda: optimizer.state[parameter].clear(),
+        "a loaded state": lambda: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    }
+    before = guards()
+    assert before == guards()
+    for what, change in changes.items():
+        change()
+        after = guards()
+        assert after != before, what
+        assert after == guards()
+        before = after
+    optimizer.param_groups[0]["lr"] = 0.123  # it is read from memory
+    optimizer.state[parameter]["step"] = 5
+    assert guards() == before
 
 
 def test_settings_of_an_optimizer_that_change_are_noticed():

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-import torch
 from soak.hooks import disconnect
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from petra.distributed import ProcessTransport
 from petra.distributed.job import restart_count
 from petra.distributed.membership import is_replacement
 from petra.pipeline import Stage
+from petra.pipeline.message_layout import HEADER_BYTES
 from petra.runs import run as run_module
 from petra.runs.run import Run
 from petra.schedule import Action
@@ -136,11 +136,10 @@ def _fail(trainer: Trainer, kind: str) -> None:
 def _corrupt_next(transport: ProcessTransport) -> None:
     post = transport._post
 
-    def damaged(to: int, message: list[Tensor]) -> Callable[[], None]:
-        data = message[-1].clone()
-        data.view(-1).view(torch.uint8)[data.numel() // 3] += 1
+    def damaged(to: int, message: Tensor) -> Callable[[], None]:
+        message[HEADER_BYTES + 1] += 1
         transport._post = post  # type: ignore[method-assign]
-        return post(to, [*message[:-1], data])
+        return post(to, message)
 
     transport._post = damaged  # type: ignore[method-assign]
 

@@ -65,7 +65,7 @@ def _once(trainer: Trainer, instead: Callable[[Callable[[], Callable[[], None]]]
     assert isinstance(transport, ProcessTransport)
     post = transport._post
 
-    def changed(to: int, message: list[Tensor]) -> Callable[[], None]:
+    def changed(to: int, message: Tensor) -> Callable[[], None]:
         transport._post = post  # type: ignore[method-assign]
         return instead(lambda: post(to, message))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from petra import models
 from petra.distributed import Transport
 from petra.pipeline import Stage
+from petra.pipeline.message_layout import layout_of
 from petra.reversible import Network
 from petra.schedule import Action, Kind
 from petra.trainer import Trainer
@@ -89,9 +90,9 @@ def _round_trip(transport: Transport, device: torch.device, source: int, to: int
             transport.begin_tick()
             if rank == source:
                 transport.send(to, _LABEL, (message,))
-                _wait(transport.receive(to, _LABEL, (answer,))()[0])
+                _wait(transport.receive(to, _LABEL, layout_of((answer,)))()[0])
             elif rank == to:
-                _wait(transport.receive(source, _LABEL, (message,))()[0])
+                _wait(transport.receive(source, _LABEL, layout_of((message,)))()[0])
                 transport.send(source, _LABEL, (answer,))
             times.append(time.perf_counter() - began)
         transport.flush()

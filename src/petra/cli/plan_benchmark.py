@@ -35,6 +35,7 @@ from petra.measure import (
 )
 from petra.methods import METHODS, Method
 from petra.pipeline import ShapeInference, balance, partition
+from petra.pipeline.message_layout import layout_of
 from petra.pipeline.message_shapes import shapes_of
 from petra.reversible import Network, ReversibleLayer
 from petra.reversible.storage import expand_storages
@@ -238,9 +239,9 @@ class Rank:
             began = time.perf_counter()
             if self.rank == 0:
                 self.transport.send(1, label, message)
-                self.transport.receive(1, label, message)()
+                self.transport.receive(1, label, layout_of(message))()
             elif self.rank == 1:
-                self.transport.receive(0, label, message)()
+                self.transport.receive(0, label, layout_of(message))()
                 self.transport.send(0, label, message)
             self.transport.flush()
             seconds.append(time.perf_counter() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -30,26 +31,59 @@ class Guards:
         owners = [*(layer for stage in stages for layer in stage.layers), *losses]
         modules = [m for owner in owners for m in owner.modules()]
         own = [vars(module) for module in modules]
-        self._attributes = [(values, name) for values in own for name, v in values.items() if type(v) in _NUMBERS]
+        names = [[name for name, v in values.items() if type(v) in _NUMBERS] for values in own]
+        self._attributes = [(itemgetter(*found), found, v) for found, v in zip(names, own, strict=True) if found]
         self._buffers = [m._buffers for m in modules if m._buffers]
+        self._plain, self._tensors = Selection(*_PLAIN), Selection(Tensor)
         self._parameters = [p for stage in stages for p in stage.parameters]
 
     def __call__(self) -> Any:
         """Return a value that stays equal as long as nothing has changed."""
-        modes: list[Any] = [values.get(name) for values, name in self._attributes]
-        modes += [p.requires_grad for p in self._parameters]
+        modes: list[Any] = [p.requires_grad for p in self._parameters]
+        try:
+            modes += [read(values) for read, _, values in self._attributes]
+        except KeyError:  # an attribute has been deleted
+            modes += [[values.get(name) for name in names] for _, names, values in self._attributes]
+        tensors: list[Any] = [*self._parameters]
+        for buffers in self._buffers:
+            tensors += buffers.values()
         settings: list[Any] = []
-        places = [b.data_ptr() for buffers in self._buffers for b in buffers.values() if b is not None]
-        places += [p.data_ptr() for p in self._parameters]
+        contexts: list[float] = []
         for stage in self._stages:
             if stage.optimizer is not None:
                 for group in stage.optimizer.param_groups:
-                    settings += [v for name, v in group.items() if name != "lr" and isinstance(v, _PLAIN)]
-                states = stage.optimizer.state.values()
-                places += [v.data_ptr() for state in states for v in state.values() if isinstance(v, Tensor)]
+                    settings += [v for name, v in group.items() if name != "lr"]
+                for state in stage.optimizer.state.values():
+                    tensors += state.values()
             if stage.synthesizer is not None:
-                places += [v.data_ptr() for v in stage.synthesizer.tensors()]
+                tensors += stage.synthesizer.tensors()
             if stage.corrections is not None:
-                places += [v.data_ptr() for v in stage.corrections.tensors()]
-                settings += [stage.corrections.context.momentum_horizon, stage.corrections.context.staleness]
-        return modes, settings, places
+                tensors += stage.corrections.tensors()
+                contexts += [stage.corrections.context.momentum_horizon, stage.corrections.context.staleness]
+        return modes, self._plain.of(settings), contexts, [x.data_ptr() for x in self._tensors.of(tensors)]
+
+
+class Selection:
+    """Those of a list of objects that are of some types, found again only if there are other objects in it.
+
+    Args:
+        types: The types.
+    """
+
+    def __init__(self, *types: type) -> None:
+        self._types = types
+        self._given: list[Any] = []
+        self._selected: list[Any] = []
+
+    def of(self, given: list[Any]) -> list[Any]:
+        """Return the objects of these types.
+
+        Args:
+            given: All objects.
+
+        Returns:
+            Some of them.
+        """
+        if len(given) != len(self._given) or not all(map(is_, given, self._given)):
+            self._given, self._selected = given, [x for x in given if isinstance(x, self._types)]
+        return self._selected

@@ -13,15 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from petra.cudagraph.graph_capture import GraphCapture, Launch
-from petra.cudagraph.steady_state import put_together, take_apart
-from petra.cudagraph.tick_capture import TickCapture, shifted
+from petra.cudagraph.tick_capture import TickCapture
 from petra.cudagraph.tick_recording import TickRecording
 from petra.pipeline import Executor, MicrobatchResult, Stage
-from petra.pipeline.mailbox import Mailbox, Outgoing, Shapes
+from petra.pipeline.mailbox import Outgoing, Shapes, StaticMessage
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind
 
@@ -43,7 +40,7 @@ class Received:
 
     action: Action
     """The action that takes it; its micro-batch is counted from the one that is read in the tick."""
-    tensors: list[Tensor]
+    message: StaticMessage
 
 
 @dataclass
@@ -54,7 +51,7 @@ class CapturedPart:
     average: Callable[[], None] | None
     """Averages gradients over the replicas before the launch."""
     launch: Launch
-    sent: list[Outgoing]
+    sent: Sequence[Outgoing]
     """Messages in static memory; their micro-batches are counted from the one that is read."""
 
 
@@ -69,22 +66,23 @@ class PartsLaunch:
     def __init__(self, executor: Executor, shapes: Shapes) -> None:
         self._executor = executor
         self.shapes = shapes
+        self.incoming = executor.incoming(shapes)
+        """The messages that other ranks send in the tick."""
         self.parts: list[CapturedPart] = []
 
     def __call__(self) -> None:
         """Do the work of the next tick."""
         executor, mailbox, first = self._executor, self._executor.mailbox, self._executor.microbatches
-        executor.begin_captured_tick(self.shapes)
+        executor.begin_captured_tick(self.shapes, self.incoming)
         for part in self.parts:
             if part.received is not None:
-                message = _take(mailbox, _shifted(part.received.action, first))
-                if part.received.tensors:
-                    torch._foreach_copy_(part.received.tensors, _tensors(message), non_blocking=True)
+                action = part.received.action
+                mailbox.take_into(part.received.message, action.stage, action.kind, first + action.microbatch)
             if part.average is not None:
                 part.average()
             part.launch()
             for message in part.sent:
-                mailbox.transmit(message._replace(action=_shifted(message.action, first)))
+                mailbox.transmit(message, first)
 
 
 class RankTickCapture(TickCapture):
@@ -112,7 +110,7 @@ class RankTickCapture(TickCapture):
             self._give_up(error)
             return False
         launch = PartsLaunch(self._executor, tuple((x.shape, x.dtype) for x in inputs))
-        self._executor.begin_captured_tick(launch.shapes)
+        self._executor.begin_captured_tick(launch.shapes, launch.incoming)
         # Messages leave during the tick. So if a part cannot be captured, the rest of the tick follows without graphs.
         try:
             with self._capture_mode() as recording.rates:
@@ -131,14 +129,14 @@ class RankTickCapture(TickCapture):
         actions = [action for phase in executor.next_tick for action in phase]
         parts = self._split(actions, recording.actions)
         for number, part in enumerate(parts):
-            received = None if part.waits_for is None else self._receive(part.waits_for, first)
+            received = None if part.waits_for is None else self._receive(part.waits_for, first, launch.shapes)
             average = None if part.averages is None else self._average(part.averages)
             mailbox.outbox = []
             graph = self._capture_part(part, recording, read if number == 0 else None, ends=part is parts[-1])
             for message in mailbox.outbox:
                 mailbox.transmit(message)
             if graph is not None:
-                sent = [m._replace(action=_shifted(m.action, -first)) for m in mailbox.outbox]
+                sent = [m._replace(action=m.action.shifted(-first)) for m in mailbox.outbox]
                 launch.parts.append(CapturedPart(received, average, graph, sent))
         for action in actions:
             if not executor.owns(action.stage):
@@ -189,16 +187,14 @@ class RankTickCapture(TickCapture):
             return False
         return self._executor.mailbox.comes_from_other_rank(action.stage, action.kind)
 
-    def _receive(self, action: Action, first: int) -> Received:
+    def _receive(self, action: Action, first: int, shapes: Shapes) -> Received:
         """Wait for the message of an action, and move it into static memory."""
-        mailbox = self._executor.mailbox
-        message = _take(mailbox, action)
-        static = tree_map_only(Tensor, Tensor.clone, message)
-        if action.kind is Kind.FORWARD:
-            mailbox.forward[action.stage][action.microbatch] = static
-        else:
-            mailbox.backward[action.stage][action.microbatch] = put_together(static)
-        return Received(_shifted(action, -first), _tensors(static))
+        mailbox, stage, kind = self._executor.mailbox, action.stage, action.kind
+        static = mailbox.static_message(stage, kind, shapes)
+        mailbox.take_into(static, stage, kind, action.microbatch)
+        waiting: list[dict[int, Any]] = [mailbox.forward[stage], mailbox.backward[stage]]
+        waiting[kind is not Kind.FORWARD][action.microbatch] = static.message
+        return Received(action.shifted(-first), static)
 
     def _average(self, stage: Stage) -> Callable[[], None] | None:
         """Average the gradients of a stage over the replicas; return a function that does it again."""
@@ -256,19 +252,3 @@ class RankTickCapture(TickCapture):
                 self._give_up(error)
         work()
         return None
-
-
-def _take(mailbox: Mailbox, action: Action) -> Any:
-    """Wait for the message that an action takes; remove and return its parts."""
-    mailbox.collect(action.stage, action.kind, action.microbatch)
-    if action.kind is Kind.FORWARD:
-        return mailbox.forward[action.stage].pop(action.microbatch)
-    return take_apart(mailbox.backward[action.stage].pop(action.microbatch))
-
-
-def _shifted(action: Action, by: int) -> Action:
-    return shifted([action], by)[0]
-
-
-def _tensors(message: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(message) if isinstance(x, Tensor)]

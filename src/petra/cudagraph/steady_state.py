@@ -36,6 +36,8 @@ class CapturedTick:
     """The results of the tick, with relative micro-batch numbers, in static memory that every launch overwrites."""
     actions: list[Action]
     """The actions, with micro-batches relative to the one that was read."""
+    own: list[Action]
+    """Those that change the state of this process."""
     changes: list[QueueChange]
     """How each queue changes."""
     rates: LearningRateTensor
@@ -79,7 +81,7 @@ class SteadyState:
             *(
                 RingQueue(_member(mailbox.forward, s), tuple, tuple, now, _is(s, forward))
                 for s in stages
-                if not mailbox.comes_from_other_rank(s, forward)
+                if executor.owns(s) and not mailbox.comes_from_other_rank(s, forward)
             ),
             *(
                 RingQueue(_member(mailbox.backward, s.index), take_apart, put_together, now, _is(s.index, _taker(s)))

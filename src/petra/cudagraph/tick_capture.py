@@ -9,7 +9,7 @@ ticks is in ring buffers (`ring_buffers`), so eager ticks can follow captured on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count, groupby
@@ -29,6 +29,7 @@ from petra.cudagraph.steady_state import CapturedTick, StashVersions, SteadyStat
 from petra.cudagraph.tick_recording import TickRecording
 from petra.formatting import first_line
 from petra.pipeline import Executor, MicrobatchResult
+from petra.pipeline.mailbox import Shapes
 from petra.pipeline.results import check_finite
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Tick
@@ -62,6 +63,7 @@ class TickCapture:
         self._losses: list[tuple[int, AsyncCopy]] = []  # not checked yet
         self._gradients: dict[Tensor, Tensor] = {}
         self._guards = Guards(executor.stages)
+        self._shapes: Shapes = ()  # of the inputs of the tick before
 
     def run_tick(self, inputs: Streams, targets: Any, weight: float) -> list[MicrobatchResult]:
         """Run one tick: launch its graph, capture it, or run it eagerly.
@@ -77,6 +79,9 @@ class TickCapture:
         executor = self._executor
         used = self._used_data(inputs, targets)
         shapes = tuple((x.shape, x.dtype) for x in inputs)
+        if shapes == self._shapes:
+            shapes = self._shapes  # the same object is compared faster
+        self._shapes = shapes
         kind = (shapes, *(_kind(x) for x in used))
         if (
             self.ineligible_reason is not None
@@ -85,7 +90,7 @@ class TickCapture:
             or not all(isinstance(x, Tensor) for x in used)
             or executor.observers
             or executor.clock is not None
-            or any(shape != shapes for shape in executor.input_shapes)
+            or (waiting := executor.input_shapes).count(shapes) != len(waiting)
         ):
             self._history.clear()
             return self._run_eagerly(inputs, targets, weight)
@@ -101,7 +106,7 @@ class TickCapture:
         if captured is None:
             captured = self._find_equal(steady, guards, before)
         if captured is not None and captured.guards == guards and captured.before == before:
-            return self._launch(steady, captured, inputs, targets)
+            return self._launch(steady, captured, inputs, targets, shapes)
         conditions, times = self._history.get(position, (None, 0))
         times = times + 1 if conditions == (kind, guards, before) else 0
         self._history[position] = (kind, guards, before), times
@@ -172,6 +177,7 @@ class TickCapture:
         relative = [replace(r, microbatch=r.microbatch - first) for r in recording.results]
         if recording.launch is None:
             return self._results(relative, first)
+        actions = [action.shifted(-first) for action in recording.actions]
         steady.ticks[position] = CapturedTick(
             recording.launch,
             guards,
@@ -179,7 +185,8 @@ class TickCapture:
             recording.inputs,
             recording.targets,
             relative,
-            shifted(recording.actions, -first),
+            actions,
+            [action for action in actions if executor.has_part_in(action)],
             recording.changes,
             recording.rates,
         )
@@ -230,7 +237,7 @@ class TickCapture:
         self._settled = None
 
     def _launch(
-        self, steady: SteadyState, captured: CapturedTick, inputs: Streams, targets: Any
+        self, steady: SteadyState, captured: CapturedTick, inputs: Streams, targets: Any, shapes: Shapes
     ) -> list[MicrobatchResult]:
         first = self._executor.microbatches
         with self._executor.uninterrupted():
@@ -241,7 +248,7 @@ class TickCapture:
             captured.rates.refresh()
             captured.launch()
             references = steady.references()
-            self._executor.advance(inputs, shifted(captured.actions, first))
+            self._executor.advance(shapes, captured.own)
             steady.advance(captured.changes, references)
         self.captured_ticks += 1
         return self._results(captured.results, first)
@@ -342,7 +349,8 @@ class TickCapture:
 
     def _find_equal(self, steady: SteadyState, guards: Any, before: Any) -> CapturedTick | None:
         """Find a tick that was captured at another position in the cycle and does the same as the next one."""
-        actions = shifted(self._executor.next_actions, -self._executor.microbatches)
+        first = self._executor.microbatches
+        actions = [action.shifted(-first) for action in self._executor.next_actions]
         for captured in steady.ticks.values():
             if (captured.guards, captured.before, captured.actions) == (guards, before, actions):
                 steady.ticks[self._executor.position_in_cycle] = captured
@@ -384,11 +392,6 @@ def _assign_branches(tick: Tick, most: int) -> dict[int, int]:
         taken = {branches[other] for phase in phases if stage in phase for other in phase & branches.keys()}
         branches[stage] = next(number for number in count() if number not in taken)
     return {stage: number % most for stage, number in branches.items()}
-
-
-def shifted(actions: Iterable[Action], by: int) -> list[Action]:
-    """Return the actions with other micro-batch numbers."""
-    return [Action(action.stage, action.kind, action.microbatch + by) for action in actions]
 
 
 def _kind(x: Any) -> Any:

@@ -4,7 +4,7 @@ Start with `transport.py`, the interface of communication, and `rank_mailbox.py`
 
 - `recent_maximum.py` shares numbers between processes without waiting.
 - `process_transport.py` implements the interface with torch.distributed. Each channel has an I/O thread
-  (`io_thread.py`), each message a header (`message_header.py`), and freed memory stays with the process (`malloc.py`).
+  (`io_thread.py`), each message a header (`host_message.py`), and freed memory stays with the process (`malloc.py`).
 - `thread_transport.py` implements it for ranks that are threads of one process.
 - `job.py` connects the processes of a job, `watchdog.py` ends the job if one of them dies or hangs, and `launch.py`
   starts them on one machine. `parent_death.py` continues a stopped process when the launcher is killed.

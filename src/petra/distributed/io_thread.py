@@ -4,13 +4,83 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Thread
-from typing import Any, TypeVar
+from threading import Lock, Thread
+from typing import Any, Generic, TypeVar
 
 Result = TypeVar("Result")
-Tasks = SimpleQueue[tuple["Future[Any]", Callable[[], Any]] | None]
+
+
+class Task(Generic[Result]):
+    """A function that a thread calls, and its result.
+
+    A `concurrent.futures.Future` does the same and takes ten times as long to create.
+
+    Args:
+        work: The function; None if `begin_with` gives it later.
+    """
+
+    __slots__ = ("_done", "_error", "_finished", "_result", "_work")
+
+    def __init__(self, work: Callable[[], Result] | None = None) -> None:
+        self._work = work
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._done = False
+        self._finished = Lock()  # held until it is, and for a moment by those who ask
+        self._finished.acquire()
+
+    def begin_with(self, work: Callable[[], Result]) -> None:
+        """Set the function."""
+        self._work = work
+
+    def run(self) -> None:
+        """Call the function."""
+        assert self._work is not None
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+        self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Finish with an error instead of calling the function."""
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        self._work, self._done = None, True  # the tensors of the function are released
+        self._finished.release()
+
+    def done(self) -> bool:
+        """Return whether it has finished."""
+        return self._done
+
+    def exception(self) -> BaseException | None:
+        """Wait until it has finished; return its error, or None."""
+        with self._finished:
+            return self._error
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait until it has finished.
+
+        Args:
+            timeout: The most seconds to wait; None waits for ever.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            BaseException: The error of the function.
+            TimeoutError: If it has not finished in time.
+        """
+        if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError
+        self._finished.release()  # others may ask, too
+        if self._error is not None:
+            raise self._error
+        result: Result = self._result
+        return result
 
 
 class IOThread:
@@ -24,7 +94,7 @@ class IOThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks: Tasks = SimpleQueue()
+        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
         self._submitted, self._finished = 0, [0]
         self._thread = Thread(target=_run, args=(self._tasks, self._finished), name=name, daemon=True)
         self._thread.start()
@@ -35,19 +105,27 @@ class IOThread:
         """True if some task has not finished yet."""
         return self._finished[0] < self._submitted
 
-    def submit(self, task: Callable[[], Result]) -> Future[Result]:
+    def submit(self, work: Callable[[], Result]) -> Task[Result]:
         """Queue a task.
 
         Args:
-            task: The function to call on the thread.
+            work: The function to call on the thread.
 
         Returns:
-            A future with the result of the task, or with the error that it raises.
+            The task, with the result of the function or the error that it raises.
         """
-        future: Future[Result] = Future()
+        task = Task(work)
+        self.queue(task)
+        return task
+
+    def queue(self, task: Task[Any]) -> None:
+        """Queue a task that has been created before. Only one thread may queue tasks.
+
+        Args:
+            task: The task.
+        """
         self._submitted += 1
-        self._tasks.put((future, task))
-        return future
+        self._tasks.put(task)
 
     def close(self, timeout: float) -> None:
         """Let the thread end after the tasks that are queued, and wait for it.
@@ -59,20 +137,8 @@ class IOThread:
         self._thread.join(timeout)
 
 
-def run_immediately(task: Callable[[], Result]) -> Future[Result]:
-    """Run a task in the calling thread and return a completed future. Errors of the task are raised here."""
-    future: Future[Result] = Future()
-    future.set_result(task())
-    return future
-
-
-def _run(tasks: Tasks, finished: list[int]) -> None:
-    while (item := tasks.get()) is not None:
-        future, task = item
-        try:
-            future.set_result(task())
-        except BaseException as error:
-            future.set_exception(error)
+def _run(tasks: SimpleQueue[Task[Any] | None], finished: list[int]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
         finished[0] += 1
-        # Release the tensors of this message now: the next task may not arrive for a long time.
-        del item, future, task
+        del task  # its result is released now: the next task may not arrive for a long time

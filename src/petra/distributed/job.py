@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from petra.distributed.host_message import BadMessage
 from petra.distributed.membership import Membership, Roster
-from petra.distributed.message_header import BadMessage
 from petra.distributed.parent_death import continue_when_parent_dies
 from petra.distributed.process_transport import LostRank, ProcessTransport
 from petra.distributed.transport import SingleProcess, Transport

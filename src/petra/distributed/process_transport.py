@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from petra.distributed.io_thread import IOThread, run_immediately
+from petra.distributed.host_message import HostMessage, ReceivedMessage
+from petra.distributed.io_thread import IOThread, Task
 from petra.distributed.malloc import keep_freed_memory
-from petra.distributed.message_header import check_header, checksum, empty_header, make_header, payload
 from petra.distributed.packed_state import HostMemory
 from petra.distributed.state_exchange import LARGEST, Ring, StateChannel
 from petra.distributed.transport import (
     PendingReceive,
     RankPosition,
+    Request,
     Transport,
     flatten,
     host_copies,
@@ -32,7 +33,7 @@ from petra.distributed.transport import (
     unflatten_into,
 )
 from petra.formatting import first_line
-from petra.pipeline.message_shapes import Template
+from petra.pipeline.message_layout import MessageLayout, PackedMessage, Template, layout_of
 from petra.schedule import Action
 
 UNUSED_TAG = 2**30
@@ -45,22 +46,84 @@ class MessageBuffers:
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
 
-    def empty_like(self, template: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
-        """Return an uninitialized tensor with the shape and dtype of the template."""
-        if device.type != "cpu" or pinned:  # their allocators reuse memory
-            return torch.empty(template.shape, dtype=template.dtype, device=device, pin_memory=pinned)
-        size = template.numel() * template.element_size()
-        if size == 0:
-            return torch.empty(template.shape, dtype=template.dtype)
+    def empty(self, size: int) -> Tensor:
+        """Return a vector of bytes without values.
+
+        Args:
+            size: The number of bytes, at least 1.
+
+        Returns:
+            The vector.
+        """
         free = self._free[size]
         try:  # several threads take blocks
             block = free.pop()
         except IndexError:
-            block = torch.empty(size, dtype=torch.uint8)
+            block = torch.empty(size, dtype=torch.uint8, device="cpu")
         # Every tensor in this memory keeps the array alive, and nothing else does.
         array = block.numpy()
         weakref.finalize(array, free.append, block).atexit = False
-        return torch.from_numpy(array).view(template.dtype).view(template.shape)
+        return torch.from_numpy(array)
+
+
+class SendBuffers:
+    """Messages in host memory that are sent again and again, each with other values.
+
+    Only the thread that trains calls it, and gives a message back when it has left.
+
+    Args:
+        pinned: Whether the memory is pinned.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: dict[MessageLayout, list[HostMessage]] = defaultdict(list)
+
+    def take(self, layout: MessageLayout) -> HostMessage:
+        """Return a message that nobody sends, without values.
+
+        Args:
+            layout: The layout of its tensors.
+
+        Returns:
+            The message.
+        """
+        free = self._free[layout]
+        if free:
+            return free.pop()
+        return HostMessage(layout, torch.empty(layout.size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned))
+
+    def give_back(self, message: HostMessage) -> None:
+        """Let a message be used again, which has left."""
+        self._free[message.layout].append(message)
+
+    def clear(self) -> None:
+        """Give the memory of messages that nobody sends back to the allocator."""
+        self._free.clear()
+
+
+class DeviceMessage:
+    """A message that is received into memory on the device.
+
+    Args:
+        layout: The layout of its tensors.
+        fetch: Waits for it, and returns its bytes; called once.
+    """
+
+    def __init__(self, layout: MessageLayout, fetch: Callable[[], Tensor]) -> None:
+        self._layout, self._fetch = layout, fetch
+
+    def __call__(self) -> Template:
+        """Wait for the message; return its tensors."""
+        return self._layout.views(self._fetch())
+
+    def copy_into(self, memory: Tensor) -> None:
+        """Wait for the message, and copy its bytes into other memory on the device.
+
+        Args:
+            memory: A vector of bytes in the layout of the message.
+        """
+        memory.copy_(self._fetch())
 
 
 class LostRank(RuntimeError):
@@ -116,6 +179,7 @@ class ProcessTransport(Transport):
         self._world_group = self._new_group(backend="gloo")
         self._flags_group = self._new_group(backend="gloo")
         self._buffers = MessageBuffers()
+        self._send_buffers = SendBuffers(pinned=self.device.type == "cuda")
         self._io_threads: dict[tuple[str, int], IOThread] = {}
         # For each recent tick: receiving ranks, and functions that wait until the message has left.
         self._pending_sends: deque[list[tuple[int, Callable[[], None]]]] = deque([[]])
@@ -158,91 +222,172 @@ class ProcessTransport(Transport):
             if group is not None:
                 _close(group)
 
-    def send(self, to: int, action: Action, tensors: Template, overwritten: bool = False) -> None:
-        message, wait_for_copies = self._copy_out([t for t in tensors if t is not None], overwritten)
-        self.sent[to, action.kind.value] += payload(message)
-        versions = _versions(message)
+    def send(self, to: int, action: Action, tensors: Template) -> None:
+        layout = layout_of(tensors)
+        if self.device.type != "cpu":
+            packed = layout.pack(tensors)
+            if self._has_headers:
+                self.send_packed(to, action, packed)
+            else:
+                self._send_from_device(to, action, packed)
+            return
+        sent = [t for t in tensors if t is not None]
+        versions = _versions(sent)
+        message = self._send_buffers.take(layout)
 
-        def deliver() -> Callable[[], None]:
-            wait_for_copies()
-            header = [make_header(action, checksum(message) if self._verify else 0)] if self._has_headers else []
-            return self._post(to, [*header, *message])
-
-        posted = self._io_thread("to", to).submit(deliver) if self._has_headers else run_immediately(deliver)
-
-        def wait() -> None:
-            posted.result()()
-            if _versions(message) != versions:
+        def check() -> None:
+            if _versions(sent) != versions:
                 raise RuntimeError(
                     f"{self.position}: a tensor was modified while it was being sent to rank {to}: "
                     "layers must not write into their inputs or outputs"
                 )
 
-        self._pending_sends[-1].append((to, wait))
+        self._send_from_host(to, action, message, partial(layout.fill, message.memory, tensors), check)
 
-    def _copy_out(self, tensors: list[Tensor], overwritten: bool) -> tuple[list[Tensor], Callable[[], None]]:
-        """Return the tensors on the device of messages, and a function that waits until they have their values."""
-        if self.device.type == "cuda" and self._comm_device.type == "cpu":
-            message = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            for copy, t in zip(message, tensors, strict=True):
-                copy.copy_(t, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
-            copied.record(torch.cuda.current_stream(self.device))
-            return message, copied.synchronize
-        if overwritten or self._comm_device.type == "cuda":  # ring buffers of captured ticks are overwritten, too
-            return [t.clone(memory_format=torch.contiguous_format) for t in tensors], lambda: None
-        return [t.contiguous().to(self._comm_device) for t in tensors], lambda: None
+    def send_packed(self, to: int, action: Action, message: PackedMessage) -> None:
+        layout, memory = message
+        if not self._has_headers:
+            self._send_from_device(to, action, PackedMessage(layout, memory.clone()))
+            return
+        copied = self._send_buffers.take(layout)
+        copied.memory.copy_(memory, non_blocking=True)
+        ready = _nothing
+        if memory.is_cuda:
+            if copied.copied is None:
+                copied.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
+            copied.copied.record(torch.cuda.current_stream(self.device))
+            ready = copied.copied.synchronize
+        self._send_from_host(to, action, copied, ready, _nothing)
 
-    def _post(self, to: int, message: list[Tensor]) -> Callable[[], None]:
-        """Start sending the tensors, and return a function that waits until they have left."""
-        with self._connected(to, "send to"):
-            group = self._groups[self.position.rank, to]
-            works = [(dist.isend(tensor, self._process(to), group=group), tensor) for tensor in message]
+    def _host_memory(self, size: int) -> Tensor:
+        """Return memory for a message; PyTorch reuses pinned memory when copies from it are done."""
+        if self.device.type == "cuda":
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._buffers.empty(size)
+
+    def _send_from_host(
+        self,
+        to: int,
+        action: Action,
+        message: HostMessage,
+        prepare: Callable[[], object],
+        check: Callable[[], None],
+    ) -> None:
+        """Let a thread send a message.
+
+        Args:
+            to: The receiving rank.
+            action: The action that the message results from.
+            message: The message without its header.
+            prepare: Called by the thread; waits until the message has its values.
+            check: Called when the message has left.
+        """
+
+        def deliver() -> Callable[[], None]:
+            prepare()
+            message.seal(action, self._verify)
+            return self._post(to, message.memory)
+
+        posted = self._io_thread("to", to).submit(deliver)
 
         def wait() -> None:
-            with self._connected(to, "send to"):
-                for work, _ in works:  # the tensors must stay alive until then
-                    assert work is not None
-                    work.wait()
+            posted.result()()
+            self._send_buffers.give_back(message)
+            check()
+
+        self.sent[to, action.kind.value] += message.layout.payload
+        self._pending_sends[-1].append((to, wait))
+
+    def _send_from_device(self, to: int, action: Action, message: PackedMessage) -> None:
+        """Send a message that nobody overwrites with NCCL."""
+        self.sent[to, action.kind.value] += message.layout.payload
+        self._pending_sends[-1].append((to, self._post(to, message.memory)))
+
+    def _post(self, to: int, message: Tensor) -> Callable[[], None]:
+        """Start sending the bytes of a message, and return a function that waits until they have left."""
+        try:
+            work = self._groups[self.position.rank, to].send([message], int(to > self.position.rank), 0)
+        except RuntimeError as error:
+            raise self._lost(to, "send to", error) from error
+
+        def wait(kept: Tensor = message) -> None:  # it must stay alive until then
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(to, "send to", error) from error
 
         return wait
 
-    def receive(self, source: int, action: Action, template: Template) -> PendingReceive:
-        pinned = self.device.type == "cuda" and self._comm_device.type == "cpu"
-        process, group = self._process(source), self._groups[source, self.position.rank]
+    def receive(self, source: int, action: Action, layout: MessageLayout) -> PendingReceive:
+        return self.receive_all([(source, action, layout)])[0]
 
-        def post() -> tuple[list[Tensor], list[dist.Work | None]]:
-            header = [empty_header()] if self._has_headers else []
-            message = [self._buffers.empty_like(t, self._comm_device, pinned) for t in template if t is not None]
-            with self._connected(source, "receive from"):
-                tensors = [*header, *message]
-                return tensors, [dist.irecv(tensor, process, group=group) for tensor in tensors]
+    def receive_all(self, requests: Sequence[Request]) -> list[PendingReceive]:
+        if not self._has_headers:
+            return [self._receive_on_device(source, layout) for source, _, layout in requests]
+        found, posts = [], []
+        for source, action, layout in requests:
+            arrival, post = self._prepare_receive(source, action, layout)
+            found.append(ReceivedMessage(partial(self._wait_for_message, source, arrival), self.device))
+            posts.append(post)
+        if posts:
+            # Gloo sends a message only after the receive has been posted. A separate thread posts receives while others
+            # wait for earlier messages, so that slow links carry several messages at the same time.
+            self._io_thread("post", self.position.rank).submit(lambda: [post() for post in posts])
+        return found
 
-        def wait(posted: tuple[list[Tensor], list[dist.Work | None]]) -> tuple[list[Tensor], int]:
-            tensors, works = posted
-            with self._connected(source, "receive from"):
-                for work in works:
-                    assert work is not None
-                    work.wait()
-            return tensors, checksum(tensors[1:]) if self._has_headers and self._verify else 0
+    def _receive_on_device(self, source: int, layout: MessageLayout) -> DeviceMessage:
+        memory = torch.empty(layout.size, dtype=torch.uint8, device=self._comm_device)
+        wait = self._post_receive(source, memory)
 
-        if self._has_headers:
-            # Gloo sends a message only after the receive has been posted. A separate thread posts receives while
-            # another one waits for earlier messages, so that slow links carry several messages at the same time.
-            posted = self._io_thread("post", source).submit(post)
-            fetch = self._io_thread("from", source).submit(lambda: wait(posted.result())).result
-        else:
-            fetch = partial(wait, post())
+        def arrived() -> Tensor:
+            wait()
+            return memory
 
-        def arrive() -> Template:
-            with self.activity.waiting(source):
-                message, found = fetch()
-            if self._has_headers:
-                check_header(message.pop(0), action, found)
-            arrived = iter(message)
-            return tuple(None if t is None else next(arrived).to(self.device, non_blocking=pinned) for t in template)
+        return DeviceMessage(layout, arrived)
 
-        return arrive
+    def _prepare_receive(
+        self, source: int, action: Action, layout: MessageLayout
+    ) -> tuple[Task[HostMessage], Callable[[], None]]:
+        """Return a message that will arrive, and a function that posts its receive."""
+        waits = self._io_thread("from", source)
+        arrival: Task[HostMessage] = Task()
+
+        def post() -> None:
+            try:
+                message = HostMessage(layout, self._host_memory(layout.size))
+                wait = self._post_receive(source, message.memory)
+            except BaseException as error:
+                arrival.fail(error)
+                return
+
+            def arrive() -> HostMessage:
+                wait()
+                message.check(action, self._verify)
+                return message
+
+            arrival.begin_with(arrive)
+            waits.queue(arrival)
+
+        return arrival, post
+
+    def _wait_for_message(self, source: int, arrival: Task[HostMessage]) -> HostMessage:
+        with self.activity.waiting(source):
+            return arrival.result()
+
+    def _post_receive(self, source: int, memory: Tensor) -> Callable[[], None]:
+        """Post the receive of a message, and return a function that waits until it has arrived."""
+        try:
+            work = self._groups[source, self.position.rank].recv([memory], int(source > self.position.rank), 0)
+        except RuntimeError as error:
+            raise self._lost(source, "receive from", error) from error
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(source, "receive from", error) from error
+
+        return wait
 
     def _io_thread(self, direction: str, other: int) -> IOThread:
         if (direction, other) not in self._io_threads:
@@ -262,8 +407,9 @@ class ProcessTransport(Transport):
         self._pending_sends.append([])
 
     def release_buffers(self) -> None:
-        """Give the memory of received messages that nothing uses any more back to the allocator."""
+        """Give the memory of messages that nothing uses any more back to the allocator."""
         self._buffers = MessageBuffers()
+        self._send_buffers.clear()
 
     def _wait_for(self, sends: list[tuple[int, Callable[[], None]]]) -> None:
         for to, wait in sends:
@@ -379,11 +525,14 @@ class ProcessTransport(Transport):
     def _connected(self, other: int | None, verb: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # torch.distributed raises no subclass for lost connections
-            reason = first_line(error)
-            peer = "the other ranks" if other is None else f"rank {other}"
-            where = f"{self.position}, tick {self.activity.tick}, {self.activity.what}"
-            raise LostRank(f"{where}: cannot {verb} {peer} ({reason})") from error
+        except RuntimeError as error:
+            raise self._lost(other, verb, error) from error
+
+    def _lost(self, other: int | None, verb: str, error: RuntimeError) -> LostRank:
+        """Return an error that says which rank is gone; torch.distributed raises no subclass for lost connections."""
+        peer = "the other ranks" if other is None else f"rank {other}"
+        where = f"{self.position}, tick {self.activity.tick}, {self.activity.what}"
+        return LostRank(f"{where}: cannot {verb} {peer} ({first_line(error)})")
 
 
 def _close(group: dist.ProcessGroup) -> None:
@@ -411,3 +560,7 @@ def _close_all_threads() -> None:
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return version counters, which increase with every write into the tensors."""
     return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _nothing() -> None:
+    pass

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
 
 from petra.distributed.transport import PendingReceive, Transport
 from petra.methods import BackwardMessage
 from petra.pipeline.codecs import Codec
-from petra.pipeline.mailbox import EVALUATION, LocalMailbox, Outgoing, Shapes
+from petra.pipeline.mailbox import EVALUATION, Incoming, LocalMailbox, Outgoing, Shapes, StaticMessage
 from petra.pipeline.message_format import MessageFormat
-from petra.pipeline.message_shapes import ShapeInference, Template, as_message, as_tensors, shapes_of
+from petra.pipeline.message_layout import Template, layout_of
+from petra.pipeline.message_shapes import ShapeInference, as_message, as_tensors, shapes_of
 from petra.pipeline.stage import Stage
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Tick
@@ -45,21 +49,40 @@ class RankMailbox(LocalMailbox):
         self._owned = {stage for stage, rank in enumerate(placement) if rank == transport.position.rank}
         self._transport = transport
         self._shape_inference = shape_inference
-        self._shapes: dict[int, Shapes] = {}  # inputs of micro-batches in flight
+        self._shapes: Mapping[int, Shapes] = {}  # inputs of micro-batches in flight
         self._evaluation: list[Template] = []  # for each stage, the shapes of its inputs in evaluation mode
-        self._pending_forward: dict[tuple[int, int], PendingReceive] = {}  # by stage and micro-batch
-        self._pending_backward: dict[tuple[int, int], PendingReceive] = {}
+        self._pending_forward: dict[tuple[int, int], Pending] = {}  # by stage and micro-batch
+        self._pending_backward: dict[tuple[int, int], Pending] = {}
+        self._forms: dict[tuple[int, Kind, Shapes], MessageForm] = {}
 
     def comes_from_other_rank(self, stage: int, kind: Kind) -> bool:
         other = stage - 1 if kind is Kind.FORWARD else stage + 1
         return 0 <= other < self.stages and other not in self._owned
 
-    def collect(self, stage: int, kind: Kind, microbatch: int) -> None:
-        collect = self._collect_forward if kind is Kind.FORWARD else self._collect_backward
-        collect(stage, microbatch)
+    def static_message(self, stage: int, kind: Kind, shapes: Shapes) -> StaticMessage:
+        form = self._form(stage, Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, shapes)
+        memory = torch.empty(form.decoded.size, dtype=torch.uint8, device=self._transport.device)
+        tensors = form.from_rows(form.decoded.views(memory))
+        return StaticMessage(form.as_waiting(tensors), [x for x in tensors if x is not None], memory, form)
 
-    def transmit(self, message: Outgoing) -> None:
-        self._transport.send(message.to, message.action, message.tensors, overwritten=True)
+    def take_into(self, static: StaticMessage, stage: int, kind: Kind, microbatch: int) -> None:
+        waiting = self._pending_forward if kind is Kind.FORWARD else self._pending_backward
+        pending = waiting.pop((stage, microbatch), None)
+        if pending is not None and pending.form.coded is static.form.decoded:  # it is sent as it waits
+            pending.receive.copy_into(static.memory)
+            return
+        if pending is not None:
+            tensors = pending.tensors()
+        elif kind is Kind.FORWARD:
+            tensors = self.forward[stage].pop(microbatch)
+        else:
+            tensors = as_tensors(self.backward[stage].pop(microbatch))
+        if static.tensors:
+            torch._foreach_copy_(static.tensors, [x for x in tensors if x is not None])
+
+    def transmit(self, message: Outgoing, first: int = 0) -> None:
+        to, action, packed = message
+        self._transport.send_packed(to, action.shifted(first), packed)
 
     def network_outputs(self, inputs: Shapes) -> Streams:
         """Return the outputs of the network in evaluation mode, as tensors on the meta device.
@@ -78,17 +101,23 @@ class RankMailbox(LocalMailbox):
         if self.stages - 1 in self._owned:
             self.targets[microbatch] = targets, weight
 
-    def begin_tick(self, tick: Tick, start: int, shapes: dict[int, Shapes]) -> None:
-        self._transport.begin_tick()
+    def incoming(self, tick: Tick, start: int, shapes: Mapping[int, Shapes]) -> list[Incoming]:
         self._shapes = shapes
+        found = []
         for action in (action for phase in tick for action in phase if action.stage not in self._owned):
-            sent = Action(action.stage, action.kind, start + action.microbatch)
-            if action.kind is Kind.FORWARD and (to := action.stage + 1) in self._owned:
-                template = self._shape_inference.shapes(shapes[sent.microbatch]).forward[to]
-                self._pending_forward[to, sent.microbatch] = self._receive_streams(sent, template)
-            elif action.kind is Kind.BACKWARD and (to := action.stage - 1) in self._owned:
-                template = self._shape_inference.shapes(shapes[sent.microbatch]).backward[to]
-                self._pending_backward[to, sent.microbatch] = self._receive_backward(sent, template)
+            to = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+            if to in self._owned and action.kind in (Kind.FORWARD, Kind.BACKWARD):
+                sent = action.shifted(start)
+                form = self._form(to, action.kind, shapes[sent.microbatch])
+                found.append(Incoming(self._placement[action.stage], sent, to, form))
+        return found
+
+    def begin_tick(self, incoming: Sequence[Incoming], first: int = 0) -> None:
+        self._transport.begin_tick()
+        received = self._transport.receive_all([(m.source, m.action.shifted(first), m.form.coded) for m in incoming])
+        for (_, action, to, form), receive in zip(incoming, received, strict=True):
+            waiting = self._pending_forward if action.kind is Kind.FORWARD else self._pending_backward
+            waiting[to, first + action.microbatch] = Pending(receive, form)
 
     def begin_evaluation(self, inputs: Streams) -> None:
         self._transport.begin_tick()
@@ -96,8 +125,10 @@ class RankMailbox(LocalMailbox):
 
     def take_forward(self, stage: Stage, microbatch: int) -> Streams:
         if microbatch == EVALUATION and stage.index - 1 not in self._owned:
-            sent = Action(stage.index - 1, Kind.FORWARD, microbatch)
-            return _without_none(self._receive_streams(sent, self._evaluation[stage.index])())
+            sent, template = Action(stage.index - 1, Kind.FORWARD, microbatch), self._evaluation[stage.index]
+            form = MessageForm(template, [self.format.streams] * len(template), self.format.channels_last)
+            receive = self._transport.receive(self._placement[stage.index - 1], sent, form.coded)
+            return _without_none(Pending(receive, form).tensors())
         self._collect_forward(stage.index, microbatch)
         return super().take_forward(stage, microbatch)
 
@@ -144,18 +175,18 @@ class RankMailbox(LocalMailbox):
 
     def _collect_forward(self, stage: int, microbatch: int) -> None:
         if (stage, microbatch) in self._pending_forward:
-            self.forward[stage][microbatch] = _without_none(self._pending_forward.pop((stage, microbatch))())
+            pending = self._pending_forward.pop((stage, microbatch))
+            self.forward[stage][microbatch] = pending.form.as_waiting(pending.tensors())
 
     def _collect_backward(self, stage: int, microbatch: int) -> None:
         if (stage, microbatch) in self._pending_backward:
-            tensors = self._pending_backward.pop((stage, microbatch))()
-            self.backward[stage][microbatch] = as_message(tensors, self._shape_inference.needs_outputs(stage))
+            pending = self._pending_backward.pop((stage, microbatch))
+            self.backward[stage][microbatch] = pending.form.as_waiting(pending.tensors())
 
     def _send(self, to: int, header: Action, tensors: Template) -> None:
-        # Transports send values in the order of dimensions: in this one, that is their order in memory.
-        tensors = self._permuted(tensors, 0, 2, 3, 1)
+        tensors = permuted(tensors, self.format.channels_last, 0, 2, 3, 1)
         if self.outbox is not None:
-            self.outbox.append(Outgoing(to, header, tensors))
+            self.outbox.append(Outgoing(to, header, layout_of(tensors).pack(tensors)))
         else:
             self._transport.send(to, header, tensors)
 
@@ -165,31 +196,85 @@ class RankMailbox(LocalMailbox):
             streams = self.format.streams.encode(self.format.lay_out(streams))
         return BackwardMessage(streams, gradients)
 
-    def _receive_streams(self, header: Action, template: Template) -> PendingReceive:
-        return self._receive(header, template, [self.format.streams] * len(template))
-
-    def _receive_backward(self, header: Action, template: Template) -> PendingReceive:
-        half = len(template) // 2 if self._shape_inference.needs_outputs(header.stage - 1) else 0
-        codecs = [self.format.streams] * half + [self.format.gradients] * (len(template) - half)
-        return self._receive(header, template, codecs)
-
-    def _receive(self, header: Action, template: Template, codecs: Sequence[Codec]) -> PendingReceive:
-        encoded = tuple(codec.encoded_template(t) for codec, t in zip(codecs, template, strict=True))
-        source = self._placement[header.stage]
-        pending = self._transport.receive(source, header, self._permuted(encoded, 0, 2, 3, 1))
-
-        def arrive() -> Template:
-            arrived = zip(codecs, self._permuted(pending(), 0, 3, 1, 2), template, strict=True)
-            return tuple(codec.decode(x, like, self.format.channels_last) for codec, x, like in arrived)
-
-        return arrive
-
-    def _permuted(self, tensors: Template, *dimensions: int) -> Template:
-        """Return the tensors with the dimensions of images permuted, where channels come last."""
-        if not self.format.channels_last:
-            return tensors
-        return tuple(x.permute(dimensions) if x is not None and x.ndim == 4 else x for x in tensors)
+    def _form(self, stage: int, kind: Kind, shapes: Shapes) -> MessageForm:
+        """Return the form of the messages of a kind that a stage receives."""
+        if (stage, kind, shapes) not in self._forms:
+            messages = self._shape_inference.shapes(shapes)
+            streams, last = self.format.streams, self.format.channels_last
+            if kind is Kind.FORWARD:
+                template = messages.forward[stage]
+                form = MessageForm(template, [streams] * len(template), last)
+            else:
+                template, with_streams = messages.backward[stage], self._shape_inference.needs_outputs(stage)
+                half = len(template) // 2 if with_streams else 0
+                codecs = [streams] * half + [self.format.gradients] * (len(template) - half)
+                form = MessageForm(template, codecs, last, partial(as_message, with_streams=with_streams))
+            self._forms[stage, kind, shapes] = form
+        return self._forms[stage, kind, shapes]
 
 
 def _without_none(tensors: Template) -> Streams:
     return tuple(x for x in tensors if x is not None)
+
+
+class MessageForm:
+    """How messages are sent and decoded.
+
+    Args:
+        template: The tensors of a decoded message.
+        codecs: The codec of each of them.
+        channels_last: True if images have their channels last.
+        as_waiting: Returns a message as it waits in a mailbox, from its tensors.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        codecs: Sequence[Codec],
+        channels_last: bool,
+        as_waiting: Callable[[Template], Any] = _without_none,
+    ) -> None:
+        self._template, self._codecs, self._last = template, codecs, channels_last
+        self.as_waiting = as_waiting
+        coded = tuple(codec.encoded_template(t) for codec, t in zip(codecs, template, strict=True))
+        self.coded = layout_of(permuted(coded, channels_last, 0, 2, 3, 1))
+        """The layout of messages, as they are sent."""
+        self.decoded = layout_of(permuted(template, channels_last, 0, 2, 3, 1))
+        """The layout of decoded messages; the same object if there is nothing to decode."""
+
+    def from_rows(self, tensors: Template) -> Template:
+        """Return tensors in their own shapes, from those in the order of memory."""
+        return permuted(tensors, self._last, 0, 3, 1, 2)
+
+    def decode(self, tensors: Template) -> Template:
+        """Return the decoded tensors of a message.
+
+        Args:
+            tensors: The tensors as they are sent.
+
+        Returns:
+            The tensors in the memory layout of messages.
+        """
+        arrived = zip(self._codecs, self.from_rows(tensors), self._template, strict=True)
+        return tuple(codec.decode(x, like, self._last) for codec, x, like in arrived)
+
+
+class Pending(NamedTuple):
+    """A message whose receive has been posted."""
+
+    receive: PendingReceive
+    form: MessageForm
+
+    def tensors(self) -> Template:
+        """Wait for the message; return its decoded tensors."""
+        return self.form.decode(self.receive())
+
+
+def permuted(tensors: Template, channels_last: bool, *dimensions: int) -> Template:
+    """Return the tensors with the dimensions of images permuted, where channels come last.
+
+    Transports send values in the order of dimensions: with the channels last, that is their order in memory.
+    """
+    if not channels_last:
+        return tensors
+    return tuple(x.permute(dimensions) if x is not None and x.ndim == 4 else x for x in tensors)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from petra.distributed.io_thread import IOThread
+from petra.distributed.io_thread import IOThread, Task
 from petra.distributed.membership import Membership
 from petra.distributed.packed_state import HostMemory, PackedState, StatePacker
 from petra.distributed.process_transport import ProcessTransport
@@ -95,7 +94,7 @@ class Snapshots:
         self._transport: ProcessTransport | None = None
         self._ring: Ring | None = None
         self._threads: tuple[IOThread, IOThread] | None = None
-        self._tasks: list[Future[Any]] = []
+        self._tasks: list[Task[Any]] = []
         self._answers: deque[Callable[[], list[float]]] = deque()
         self._due = 0
         self._memory = SnapshotMemory(), SnapshotMemory()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from petra.distributed.message_header import BadMessage, check_header, checksum, make_header, payload
+from petra.distributed.host_message import BadMessage, HostMessage, ReceivedMessage
 from petra.distributed.transport import (
     PendingReceive,
     RankPosition,
@@ -25,7 +25,7 @@ from petra.distributed.transport import (
     host_copies,
     unflatten_into,
 )
-from petra.pipeline.message_shapes import Template
+from petra.pipeline.message_layout import MessageLayout, PackedMessage, Template, layout_of
 from petra.schedule import Action, Deadlock
 
 T = TypeVar("T")
@@ -72,33 +72,34 @@ class ThreadTransport(Transport):
         super().__init__(position, "cpu")
         self._shared = shared
 
-    def send(self, to: int, action: Action, tensors: Template, overwritten: bool = False) -> None:
-        message = [t.clone(memory_format=torch.contiguous_format) for t in tensors if t is not None]
-        self.sent[to, action.kind.value] += payload(message)
-        self._shared.channels[self.position.replica, self.position.rank, to].append(
-            (make_header(action, checksum(message)), message)
-        )
+    def send(self, to: int, action: Action, tensors: Template) -> None:
+        self.send_packed(to, action, layout_of(tensors).pack(tensors))
+
+    def send_packed(self, to: int, action: Action, message: PackedMessage) -> None:
+        layout, memory = message
+        copied = HostMessage(layout, memory.clone())
+        copied.seal(action)
+        self.sent[to, action.kind.value] += layout.payload
+        self._shared.channels[self.position.replica, self.position.rank, to].append(copied)
         self._shared.scheduler.notify()
 
-    def receive(self, source: int, action: Action, template: Template) -> PendingReceive:
+    def receive(self, source: int, action: Action, layout: MessageLayout) -> PendingReceive:
         key = self.position.replica, source, self.position.rank
         channel = self._shared.channels[key]
         number = self._shared.posted[key]
         self._shared.posted[key] += 1
 
-        def arrive() -> Template:
+        def fetch() -> HostMessage:
             with self.activity.waiting(source):
                 self._shared.scheduler.wait_until(lambda: len(channel) > number)
             message, channel[number] = channel[number], None
             assert message is not None
-            header, tensors = message
-            check_header(header, action, checksum(tensors))
-            if _specs(tensors) != _specs(template):  # between processes, the receive buffer would not match
-                raise BadMessage(f"{self.position}: received {_specs(tensors)} instead of {_specs(template)}")
-            arrived = iter(tensors)
-            return tuple(None if t is None else next(arrived) for t in template)
+            message.check(action)
+            if message.layout.specs != layout.specs:  # between processes, the receive buffer would not match
+                raise BadMessage(f"{self.position}: received {message.layout} instead of {layout}")
+            return message
 
-        return arrive
+        return ReceivedMessage(fetch, self.device)
 
     def gather(self, value: Any) -> list[Any]:
         everyone = range(self.position.ranks * self.position.replicas)
@@ -120,18 +121,13 @@ class ThreadTransport(Transport):
         return self._process(self.position.rank)
 
 
-def _specs(tensors: Iterable[Tensor | None]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the tensors that are sent."""
-    return [(tuple(t.shape), t.dtype) for t in tensors if t is not None]
-
-
 class _SharedState:
     """Channels and collective operations of all ranks."""
 
     def __init__(self, processes: int) -> None:
         self.scheduler = CooperativeScheduler(processes)
         # By replica, sending rank and receiving rank. A message is replaced by None when it is received.
-        self.channels: dict[tuple[int, int, int], list[tuple[Tensor, list[Tensor]] | None]] = defaultdict(list)
+        self.channels: dict[tuple[int, int, int], list[HostMessage | None]] = defaultdict(list)
         self.posted: dict[tuple[int, int, int], int] = defaultdict(int)  # receives posted so far
         self._rounds: dict[tuple[range, int], dict[int, Any]] = defaultdict(dict)
         self._calls: dict[tuple[range, int], int] = defaultdict(int)

@@ -10,17 +10,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from petra.pipeline.activity import Activity
-from petra.pipeline.message_shapes import Template
+from petra.pipeline.message_layout import MessageLayout, PackedMessage, Template
 from petra.schedule import Action
 
-PendingReceive = Callable[[], Template]
-"""Waits for a message and returns it."""
+Request = tuple[int, Action, MessageLayout]
+"""A receive: the sending rank, the action and the layout of the message."""
+
+
+class PendingReceive(Protocol):
+    """A message that was sent to this rank, or will be."""
+
+    def __call__(self) -> Template:
+        """Wait for the message; return its tensors."""
+
+    def copy_into(self, memory: Tensor) -> None:
+        """Wait for the message, and copy its bytes into memory on the device.
+
+        Args:
+            memory: A vector of bytes in the layout of the message.
+        """
 
 
 @dataclass(frozen=True)
@@ -73,28 +87,48 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, to: int, action: Action, tensors: Template, overwritten: bool = False) -> None:
-        """Send a message without waiting for its receiver.
+    def send(self, to: int, action: Action, tensors: Template) -> None:
+        """Send a message without waiting for its receiver. Nobody may write into its tensors afterwards.
 
         Args:
             to: The receiving rank.
             action: The action that the message results from.
             tensors: The content.
-            overwritten: True if the tensors may change after the call; they are copied then.
         """
 
     @abstractmethod
-    def receive(self, source: int, action: Action, template: Template) -> PendingReceive:
+    def send_packed(self, to: int, action: Action, message: PackedMessage) -> None:
+        """Send a message whose memory may be overwritten after the call.
+
+        Args:
+            to: The receiving rank.
+            action: The action that the message results from.
+            message: The content.
+        """
+
+    @abstractmethod
+    def receive(self, source: int, action: Action, layout: MessageLayout) -> PendingReceive:
         """Post the receive of the next message from a rank.
 
         Args:
             source: The sending rank.
             action: The action that the message results from.
-            template: Tensors with the shapes and dtypes of the content.
+            layout: The shapes and dtypes of the content.
 
         Returns:
-            A function that waits for the message and returns its tensors.
+            The message, to wait for.
         """
+
+    def receive_all(self, requests: Sequence[Request]) -> list[PendingReceive]:
+        """Post several receives.
+
+        Args:
+            requests: The arguments of `receive` for each of them.
+
+        Returns:
+            The messages, to wait for.
+        """
+        return [self.receive(*request) for request in requests]
 
     def begin_tick(self) -> None:  # noqa: B027 - optional
         """Start a new tick: wait until the messages that were sent `max_unsent_ticks` ticks ago have left."""
@@ -256,10 +290,13 @@ class SingleProcess(Transport):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(RankPosition(), device)
 
-    def send(self, to: int, action: Action, tensors: Template, overwritten: bool = False) -> None:
+    def send(self, to: int, action: Action, tensors: Template) -> None:
         raise AssertionError("there is no other rank")
 
-    def receive(self, source: int, action: Action, template: Template) -> PendingReceive:
+    def send_packed(self, to: int, action: Action, message: PackedMessage) -> None:
+        raise AssertionError("there is no other rank")
+
+    def receive(self, source: int, action: Action, layout: MessageLayout) -> PendingReceive:
         raise AssertionError("there is no other rank")
 
     def gather(self, value: Any) -> list[Any]:

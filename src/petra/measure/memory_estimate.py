@@ -14,7 +14,8 @@ from petra.measure.stage_memory import MemoryProbe, StageMemory
 from petra.methods import BackwardMessage, Method, Settings, StageLayers
 from petra.pipeline import Executor, LocalMailbox, MessageFormat, ShapeInference, Stage, StageBuilder
 from petra.pipeline.fast_meta import FastMetaOperations
-from petra.pipeline.message_shapes import Template, as_message, shapes_of
+from petra.pipeline.message_layout import Template
+from petra.pipeline.message_shapes import as_message, shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.pipeline.stage import Loss
 from petra.reversible.storage import set_storage

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from petra.distributed.message_header import payload
 from petra.formatting import mebibytes
 from petra.measure.memory_estimate import MemoryEstimator
 from petra.measure.partition_search import PartitionSearch, total_bytes
@@ -19,7 +18,8 @@ from petra.measure.stage_memory import StageMemory
 from petra.measure.tick_time import Link, tick_seconds
 from petra.methods import Method, ReversibleBackprop
 from petra.pipeline import ShapeInference, assign, balance, partition
-from petra.pipeline.message_shapes import Template, shapes_of
+from petra.pipeline.message_layout import Template, payload
+from petra.pipeline.message_shapes import shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory
 from petra.pipeline.stage import Loss
 from petra.reversible import ReversibleLayer

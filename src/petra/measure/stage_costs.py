@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from petra.distributed.message_header import payload
 from petra.measure.activations import storages
 from petra.measure.profile import Profile
 from petra.measure.stage_memory import nbytes
 from petra.methods import Method, Settings
 from petra.pipeline import ShapeInference, Stage, StageBuilder
 from petra.pipeline.fast_meta import FastMetaOperations
-from petra.pipeline.message_shapes import Template, as_message, shapes_of
+from petra.pipeline.message_layout import Template, payload
+from petra.pipeline.message_shapes import as_message, shapes_of
 from petra.pipeline.optimizer_factory import OptimizerFactory, create_optimizer
 from petra.pipeline.stage import Loss
 from petra.reversible.streams import Streams, storage_id

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from petra.distributed.message_header import payload
 from petra.measure.profile import Seconds
-from petra.pipeline.message_shapes import Template
+from petra.pipeline.message_layout import Template, payload
 from petra.schedule import Kind, PipelineSchedule
 
 
@@ -16,11 +15,11 @@ class Link:
     """The speed of messages between ranks."""
 
     latency: float = 0.0
-    """Seconds for each tensor."""
+    """Seconds for each message, as measured."""
     bandwidth: float = float("inf")
     """Bytes per second."""
     delay: float = 0.0
-    """Seconds for each message, regardless of its number of tensors."""
+    """Seconds for each message, in addition: those of a longer link."""
 
     def of(self, message: Template) -> float:
         """Return the time of a message.
@@ -32,7 +31,7 @@ class Link:
             Seconds from sending to arrival.
         """
         tensors = [t for t in message if t is not None]
-        return self.delay + len(tensors) * self.latency + payload(tensors) / self.bandwidth
+        return self.delay + self.latency + payload(tensors) / self.bandwidth
 
 
 def tick_seconds(

@@ -5,7 +5,7 @@ Start with `stage.py` (forward, backward and update of one stage) and `executor.
 `message_format.py`; `weight_stash.py` the old weights that some methods need; `weight_average.py` averages of the
 weights. `gradient_clipping.py` clips the gradients of all stages by their common norm, and `optimizer_factory.py`
 creates optimizers. `partition.py` cuts a network into stages, `build.py` builds them, and `message_shapes.py` infers
-the shapes of their messages.
+the shapes of their messages. `message_layout.py` puts the tensors of a message into one vector of bytes.
 """
 
 from petra.pipeline.activity import Activity

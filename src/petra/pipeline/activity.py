@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -32,13 +30,35 @@ class Activity:
         self.what, self.waits, self.waiting_for, self.times = what, False, None, self.times + 1
         self.tick = self.tick if tick is None else tick
 
-    @contextmanager
-    def waiting(self, rank: int | None) -> Iterator[None]:
+    def waiting(self, rank: int | None) -> Waiting:
         """A context in which the process waits.
 
         Args:
             rank: The rank that it waits for; None for all.
+
+        Returns:
+            The context.
         """
-        self.waits, self.waiting_for = True, rank
-        yield  # an error leaves it as it is
-        self.waits, self.waiting_for, self.times = False, None, self.times + 1
+        return Waiting(self, rank)
+
+
+class Waiting:
+    """A context in which a process waits; a class, because ranks wait many times in a tick.
+
+    Args:
+        activity: The activity of the process.
+        rank: The rank that it waits for; None for all.
+    """
+
+    __slots__ = ("_activity", "_rank")
+
+    def __init__(self, activity: Activity, rank: int | None) -> None:
+        self._activity, self._rank = activity, rank
+
+    def __enter__(self) -> None:
+        self._activity.waits, self._activity.waiting_for = True, self._rank
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # an error leaves it as it is
+            activity = self._activity
+            activity.waits, activity.waiting_for, activity.times = False, None, activity.times + 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from petra.methods import SavedState
 from petra.pipeline.activity import Activity
 from petra.pipeline.gradient_clipping import GlobalClipping
 from petra.pipeline.hooks import Announcement, Clock, HasHostState, Observer, Perform, TickRunner
-from petra.pipeline.mailbox import EVALUATION, LocalMailbox, Mailbox, Shapes
+from petra.pipeline.mailbox import EVALUATION, Incoming, LocalMailbox, Mailbox, Shapes
 from petra.pipeline.results import MicrobatchResult
 from petra.pipeline.stage import Stage
 from petra.reversible.streams import Streams
@@ -88,7 +87,7 @@ class Executor:
     @property
     def next_actions(self) -> list[Action]:
         """The actions of the next tick, with the numbers of their micro-batches."""
-        return [Action(a.stage, a.kind, self._start + a.microbatch) for phase in self.next_tick for a in phase]
+        return [action.shifted(self._start) for phase in self.next_tick for action in phase]
 
     @property
     def input_shapes(self) -> list[Shapes]:
@@ -99,8 +98,8 @@ class Executor:
         """Read one micro-batch and let every stage do what the schedule says.
 
         Args:
-            inputs: The inputs of the network, on the device.
-            targets: The targets of the loss.
+            inputs: The inputs of the network; on the device if the first stage is in this process.
+            targets: The targets of the loss; on the device if the last stage is in this process.
             weight: The weight of the gradient in the mean over replicas.
 
         Returns:
@@ -201,9 +200,16 @@ class Executor:
         self.activity.now("between ticks")
         return self.mailbox.format.lay_out(streams) if self.stages[-1].last else None
 
-    @contextmanager
-    def uninterrupted(self) -> Iterator[None]:
-        """A context for a whole tick. After an error inside, training can only continue from a saved state.
+    def uninterrupted(self) -> Uninterrupted:
+        """Return a context for a whole tick. After an error inside, training can only continue from a saved state.
+
+        Returns:
+            The context.
+        """
+        return Uninterrupted(self)
+
+    def begin_uninterrupted(self) -> None:
+        """Check that a tick can begin.
 
         Raises:
             RuntimeError: If an earlier tick failed, or where nothing can be trained.
@@ -218,11 +224,14 @@ class Executor:
                 "torch.autocast around step() cannot cover layers that are evaluated in later ticks: "
                 "create the trainer with autocast=torch.bfloat16 instead"
             )
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Note that a tick has failed half-way.
+
+        Args:
+            error: The reason.
+        """
+        self._failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
     def _check_no_failure(self) -> None:
         if self._failure is not None:
@@ -251,7 +260,7 @@ class Executor:
         Args:
             tick: The actions of all stages, also those of other ranks.
         """
-        self.mailbox.begin_tick(tick, self._start, self._shapes)
+        self.mailbox.begin_tick(self.mailbox.incoming(tick, self._start, self._shapes))
         if self.clipping is not None:
             self.clipping.begin_tick()
         for announce in self.announcements:
@@ -290,16 +299,31 @@ class Executor:
         """
         return stage in self._owned
 
-    def begin_captured_tick(self, shapes: Shapes) -> None:
+    def incoming(self, shapes: Shapes) -> list[Incoming]:
+        """Return the messages that other ranks send to this one in the next tick.
+
+        Args:
+            shapes: The shapes and dtypes of the inputs that are read.
+
+        Returns:
+            The messages, with micro-batches counted from the one that is read.
+        """
+        first = self.microbatches
+        found = self.mailbox.incoming(self.next_tick, self._start, {**self._shapes, first: shapes})
+        return [m._replace(action=m.action.shifted(-first)) for m in found]
+
+    def begin_captured_tick(self, shapes: Shapes, incoming: Sequence[Incoming]) -> None:
         """Post the receives of the next tick, which runs as captured graphs.
 
         Args:
             shapes: The shapes and dtypes of the inputs that are read.
+            incoming: What `incoming` returned for a tick like this one.
         """
-        self._shapes[self.microbatches] = shapes
+        first = self.microbatches
+        self._shapes[first] = shapes
         self.activity.now("captured tick", self._start + self._tick)
         self.activity.set_up = True
-        self.mailbox.begin_tick(self.next_tick, self._start, self._shapes)
+        self.mailbox.begin_tick(incoming, first)
 
     def _act(self, action: Action) -> list[MicrobatchResult]:
         stage, mailbox = self._owned[action.stage], self.mailbox
@@ -356,22 +380,39 @@ class Executor:
             torch.cuda.synchronize(device)  # a traced action has happened, not only been launched
         return time.perf_counter()
 
-    def advance(self, inputs: Streams, actions: Sequence[Action]) -> None:
+    def advance(self, shapes: Shapes, actions: Sequence[Action]) -> None:
         """Do the host's part of a tick whose device work was launched as a captured graph.
 
         Args:
-            inputs: The inputs of the micro-batch that was read.
-            actions: The actions of the tick.
+            shapes: The shapes and dtypes of the inputs of the micro-batch that was read.
+            actions: The actions of the stages of this process, and the backwards of the first stage, in the tick; with
+                micro-batches counted from the one that was read.
         """
-        self._shapes[self.microbatches] = tuple((x.shape, x.dtype) for x in inputs)
+        first = self.microbatches
+        self._shapes[first] = shapes
         self._fed += 1
         self._tick += 1
         self.activity.now("between ticks")
         for stage in self.stages:
-            stage.advance([action for action in actions if action.stage == stage.index])
+            if stage.stash is not None:
+                stage.stash.advance()
         for action in actions:
-            if action.kind is Kind.BACKWARD and action.stage == 0:
-                self._shapes.pop(action.microbatch)
+            stage_here = self._owned.get(action.stage)
+            if stage_here is not None:
+                stage_here.advance(action, first)
+            if action.stage == 0 and action.kind is Kind.BACKWARD:
+                self._shapes.pop(first + action.microbatch)
+
+    def has_part_in(self, action: Action) -> bool:
+        """Return whether `advance` needs to know of an action.
+
+        Args:
+            action: The action.
+
+        Returns:
+            True if it changes what this process remembers.
+        """
+        return action.stage in self._owned or (action.stage == 0 and action.kind is Kind.BACKWARD)
 
     def host_state(self) -> Any:
         """Return everything that the host remembers between two ticks, without copying tensors.
@@ -441,6 +482,24 @@ class Executor:
             self.mailbox.load_state_dict(stage.index, stages[stage.index])
         if self.capture is not None:
             self.capture.reset()
+
+
+class Uninterrupted:
+    """A context for a whole tick; a class, because it is faster than a generator.
+
+    Args:
+        executor: The executor of the tick.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        self._executor.begin_uninterrupted()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._executor.fail(error)
 
 
 def _save_as_received(saved: SavedState, inputs: Streams, received: Streams) -> None:

@@ -7,6 +7,7 @@ Other mailboxes derive from it: one exchanges messages with other ranks, one sim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from petra.methods import BackwardMessage
 from petra.pipeline.message_format import MessageFormat
+from petra.pipeline.message_layout import PackedMessage
 from petra.pipeline.stage import Stage
 from petra.reversible.streams import Streams
 from petra.schedule import Action, Kind, Tick
@@ -32,8 +34,34 @@ class Outgoing(NamedTuple):
     """The rank that receives it."""
     action: Action
     """The action that it results from."""
-    tensors: tuple[Tensor | None, ...]
+    message: PackedMessage
     """The content."""
+
+
+class Incoming(NamedTuple):
+    """A message that another rank sends in a tick."""
+
+    source: int
+    """The rank that sends it."""
+    action: Action
+    """The action that it results from."""
+    to: int
+    """The stage that receives it."""
+    form: Any
+    """What the mailbox knows of such messages."""
+
+
+class StaticMessage(NamedTuple):
+    """Memory for the messages that a captured graph takes."""
+
+    message: Any
+    """The message, as it waits in the mailbox."""
+    tensors: list[Tensor]
+    """Its tensors."""
+    memory: Tensor
+    """The vector of bytes in which they lie."""
+    form: Any
+    """What the mailbox knows of such messages."""
 
 
 class Mailbox(ABC):
@@ -65,13 +93,25 @@ class Mailbox(ABC):
             weight: The weight of its gradient in the mean over replicas.
         """
 
-    def begin_tick(self, tick: Tick, start: int, shapes: dict[int, Shapes]) -> None:  # noqa: B027 - optional
-        """Prepare for the messages of a tick.
+    def incoming(self, tick: Tick, start: int, shapes: Mapping[int, Shapes]) -> list[Incoming]:
+        """Return the messages that other ranks send to this one in a tick.
 
         Args:
             tick: The actions of all stages in this tick.
             start: The micro-batch that counts as 0 in it.
             shapes: The shapes of the inputs of all micro-batches in flight.
+
+        Returns:
+            The messages in the order in which they are sent.
+        """
+        return []
+
+    def begin_tick(self, incoming: Sequence[Incoming], first: int = 0) -> None:  # noqa: B027 - optional
+        """Post the receives of a tick.
+
+        Args:
+            incoming: What `incoming` returned.
+            first: The micro-batch that counts as 0 in it.
         """
 
     def begin_evaluation(self, inputs: Streams) -> None:  # noqa: B027 - optional
@@ -100,20 +140,36 @@ class Mailbox(ABC):
         """
         return False
 
-    def collect(self, stage: int, kind: Kind, microbatch: int) -> None:  # noqa: B027 - optional
-        """Wait for a message of another rank, and put it where messages of this rank wait.
+    def static_message(self, stage: int, kind: Kind, shapes: Shapes) -> StaticMessage:
+        """Return memory for the messages of another rank.
 
         Args:
+            stage: The stage that receives them.
+            kind: `Kind.FORWARD` for messages from the stage below, another kind for those from the stage above.
+            shapes: The shapes of the inputs of the micro-batches.
+
+        Returns:
+            The memory.
+        """
+        raise AssertionError("there is no other rank")
+
+    def take_into(self, static: StaticMessage, stage: int, kind: Kind, microbatch: int) -> None:
+        """Wait for a message of another rank, remove it and copy it into static memory.
+
+        Args:
+            static: The memory, from `static_message`.
             stage: The stage that receives it.
             kind: `Kind.FORWARD` for a message from the stage below, another kind for one from the stage above.
             microbatch: The micro-batch.
         """
+        raise AssertionError("there is no other rank")
 
-    def transmit(self, message: Outgoing) -> None:
-        """Send a message of the outbox. Its tensors may be overwritten afterwards.
+    def transmit(self, message: Outgoing, first: int = 0) -> None:
+        """Send a message of the outbox. Its memory may be overwritten afterwards.
 
         Args:
             message: The message.
+            first: The micro-batch that counts as 0 in it.
         """
         raise AssertionError("there is no other rank")
 

@@ -7,17 +7,15 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from petra.methods import BackwardMessage, Method, Settings
 from petra.pipeline.build import StageBuilder
 from petra.pipeline.fast_meta import FastMetaOperations
 from petra.pipeline.mailbox import Shapes
 from petra.pipeline.message_format import MessageFormat
+from petra.pipeline.message_layout import Template
 from petra.reversible.streams import Streams
-
-Template = tuple[Tensor | None, ...]
-"""Meta tensors with the shapes of a message; None stands for a gradient that does not exist and is not sent."""
 
 
 @dataclass(frozen=True)

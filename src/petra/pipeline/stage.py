@@ -324,23 +324,21 @@ class Stage:
         """
         return self.layers.predict(inputs)
 
-    def advance(self, actions: Sequence[Action]) -> None:
-        """Do the host's part of a tick whose device work was launched as a captured graph.
+    def advance(self, action: Action, first: int) -> None:
+        """Do the host's part of an action whose device work was launched as a captured graph.
 
         Args:
-            actions: The actions of this stage in the tick.
+            action: An action of this stage.
+            first: The micro-batch that counts as 0 in it.
         """
-        if self.stash is not None:
-            self.stash.advance()
-        for action in actions:
-            if self.corrections is not None:
-                self.corrections.advance_counters(action)
-            if action.kind is Kind.BACKWARD:
-                self.accumulated += 1
-            elif action.kind is Kind.UPDATE:
-                self.accumulated = 0
-                self.updates += 1
-                self.finish_update()
+        if self.corrections is not None:
+            self.corrections.advance_counters(action.shifted(first))
+        if action.kind is Kind.BACKWARD:
+            self.accumulated += 1
+        elif action.kind is Kind.UPDATE:
+            self.accumulated = 0
+            self.updates += 1
+            self.finish_update()
 
     @contextmanager
     def capture_mode(self) -> Iterator[None]:

@@ -37,6 +37,17 @@ class Action:
     that Features Replay assumes before the first micro-batch; their gradient is zero as well.
     """
 
+    def shifted(self, by: int) -> Action:
+        """Return the same action for another micro-batch.
+
+        Args:
+            by: The number to add to that of the micro-batch.
+
+        Returns:
+            The action.
+        """
+        return Action(self.stage, self.kind, self.microbatch + by)
+
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 

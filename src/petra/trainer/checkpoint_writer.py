@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 from petra.distributed import RankPosition, Transport
-from petra.distributed.io_thread import IOThread
+from petra.distributed.io_thread import IOThread, Task
 from petra.pipeline import Diverged
 
 
@@ -38,8 +37,8 @@ class CheckpointWriter:
         self._transport = transport
         self._thread: IOThread | None = None
         self._number = 0
-        self._written: Future[None] | None = None
-        self._committed: Future[None] | None = None
+        self._written: Task[None] | None = None
+        self._committed: Task[None] | None = None
         self._commit: Callable[[], None] = lambda: None
 
     @property
@@ -61,10 +60,10 @@ class CheckpointWriter:
 
     def report(self) -> list[int]:
         """Return the numbers of this rank for `RecentMaximum`: minus the last checkpoint written, failed, committed."""
-        futures = [future for future in (self._written, self._committed) if future is not None and future.done()]
-        failed = any(future.exception() is not None for future in futures)
-        written = self._number if futures and not failed else self._number - 1
-        committed = self._number if len(futures) == 2 and not failed else 0
+        tasks = [task for task in (self._written, self._committed) if task is not None and task.done()]
+        failed = any(task.exception() is not None for task in tasks)
+        written = self._number if tasks and not failed else self._number - 1
+        committed = self._number if len(tasks) == 2 and not failed else 0
         return [-written, self._number if failed else 0, committed]
 
     def advance(self, found: Sequence[int]) -> bool:
@@ -124,16 +123,16 @@ class CheckpointWriter:
         try:
             if len(self._transport.positions()) == 1:
                 return self.finish()
-            for future in (self._written, self._committed):
-                if future is not None:
-                    future.exception()
+            for task in (self._written, self._committed):
+                if task is not None:
+                    task.exception()
         except (OSError, Diverged):
             pass  # an earlier error is being reported
         finally:
             self._written = self._committed = None
         return False
 
-    def _submit(self, task: Callable[[], None]) -> Future[None]:
+    def _submit(self, task: Callable[[], None]) -> Task[None]:
         if self._thread is None:
             self._thread = IOThread("petra-checkpoint")
         return self._thread.submit(task)
@@ -142,12 +141,12 @@ class CheckpointWriter:
         if self._transport.position.is_main and self._committed is None:
             self._committed = self._submit(self._commit)
 
-    def _wait_for(self, future: Future[None] | None) -> None:
+    def _wait_for(self, task: Task[None] | None) -> None:
         """Wait for this task on all ranks; raise the first error on all of them."""
         own: Exception | None = None
         try:
-            if future is not None:
-                future.result()
+            if task is not None:
+                task.result()
         except Exception as error:
             own = error
         reports = self._transport.gather(None if own is None else _describe(own))

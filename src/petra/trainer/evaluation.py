@@ -134,6 +134,8 @@ class EvaluationSums:
 
 def to_device(data: Any, device: torch.device, copy: bool = False) -> Any:
     """Return the data with its tensors, also those inside lists and dictionaries, on the device."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True, copy=copy)
     return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True, copy=copy), data)
 
 

@@ -356,11 +356,14 @@ class Trainer:
             with self.transport.raise_on_all_ranks():
                 check_loss_early(self.executor, self.loss, self.device, streams, targets)
             self.loss_checked = True
-        # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one.
+        # A pipeline keeps a copy, because the caller may reuse the memory of a batch for the next one. Where neither
+        # the first nor the last stage is, only the shapes are needed.
         waits = not isinstance(self.schedule, SequentialSchedule)
-        results = self.executor.tick(
-            to_device(streams, self.device, waits), to_device(targets, self.device, waits), weight
-        )
+        if self.executor.owns(0):
+            streams = tuple(to_device(x, self.device, waits) for x in streams)
+        if self.executor.owns(self.schedule.stages - 1):
+            targets = to_device(targets, self.device, waits)
+        results = self.executor.tick(streams, targets, weight)
         self._loss_so_far = results[-1].loss if results else self._loss_so_far
         if self._advisor is not None and (text := self._advisor.observe(results)):
             self._warn(text)
