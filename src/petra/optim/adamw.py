@@ -103,10 +103,10 @@ def adam_directions(group: Group, parameters: list[Tensor], states: dict[Any, An
     known = [p for p in parameters if states.get(p)]
     if not known:
         return {}
-    beta1, beta2 = group["betas"]
-    first, second = ([states[p][key].to(p.dtype) for p in known] for key in ("exp_avg", "exp_avg_sq"))
-    first = torch._foreach_div(first, _corrections(beta1, known, states))
-    second = torch._foreach_div(second, _corrections(beta2, known, states))
+    first, second = (
+        torch._foreach_div([states[p][key].to(p.dtype) for p in known], _corrections(beta, known, states))
+        for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+    )
     torch._foreach_sqrt_(second)
     torch._foreach_add_(second, group["eps"])
     torch._foreach_div_(first, second)

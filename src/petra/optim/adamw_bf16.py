@@ -90,7 +90,7 @@ class AdamWBF16(CapturableOptimizer):
             moments = _update(group, pieces, steps)
             round_to_bfloat16(moments, _bits(pieces, keys, positions))
             stored = [piece.first for piece in pieces] + [piece.second for piece in pieces]
-            torch._foreach_copy_(stored, list(moments.flatten().split([len(x) for x in stored])))
+            torch._foreach_copy_(stored, list(moments.flatten().split_with_sizes([len(x) for x in stored])))
         torch._foreach_add_(counts, 1)
         for parameter, own in zip(parameters, dense, strict=True):
             if own is not parameter:
@@ -149,15 +149,17 @@ def _update(group: Group, pieces: Sequence[_Piece], steps: Tensor) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
 
     def widened(tensors: list[Tensor]) -> list[Tensor]:
-        return tensors if wide == dtype else list(torch.cat(tensors).to(wide).split(sizes))
+        return tensors if wide == dtype else list(torch.cat(tensors).to(wide).split_with_sizes(sizes))
 
     moments = torch.cat([piece.first for piece in pieces] + [piece.second for piece in pieces]).to(wide).view(2, -1)
+    first, second = (list(moment.split_with_sizes(sizes)) for moment in moments)
     weights = widened([piece.weights for piece in pieces])
     fused_adamw(
         group,
         weights,
         widened([piece.gradients for piece in pieces]),
-        *(list(moment.split(sizes)) for moment in moments),
+        first,
+        second,
         # Copies, because the kernel counts, but a parameter may have several pieces.
         list(torch.stack([steps[piece.owner] for piece in pieces]).unbind()),
     )
