@@ -14,9 +14,9 @@ def mixed(x):
     return x ^ x >> 15
 
 
-def random_bits(update, position, seed=0, segment=2**21):
+def random_bits(update, position, seed=0, block=2**16):
     """The 16 bits for each of the two moments of a value of a parameter."""
-    number, position = divmod(position, segment)
+    number, position = divmod(position, block)
     both = mixed((update * 0x9E3779B1 + seed * 0x85EBCA6B + number) % 2**32)
     own = mixed(position) // 2**16
     return both % 2**16 ^ own, both // 2**16 ^ own
@@ -34,9 +34,9 @@ def rounded(x, bits):
 class PlainAdamWBF16:
     """For one parameter, as a flat list of values."""
 
-    def __init__(self, weights, lr, betas, eps, decay, seed=0, segment=2**21):
+    def __init__(self, weights, lr, betas, eps, decay, seed=0, block=2**16):
         self.weights, self.lr, self.betas, self.eps, self.decay = list(weights), lr, betas, eps, decay
-        self.seed, self.segment, self.updates = seed, segment, 0
+        self.seed, self.block, self.updates = seed, block, 0
         self.first, self.second = [0.0] * len(self.weights), [0.0] * len(self.weights)
 
     def step(self, gradients):
@@ -46,6 +46,6 @@ class PlainAdamWBF16:
             second = b2 * self.second[i] + (1 - b2) * g * g
             move = first / (1 - b1**t) / (math.sqrt(second / (1 - b2**t)) + self.eps)
             self.weights[i] -= self.lr * self.decay * self.weights[i] + self.lr * move
-            of_first, of_second = random_bits(self.updates, i, self.seed, self.segment)
+            of_first, of_second = random_bits(self.updates, i, self.seed, self.block)
             self.first[i], self.second[i] = rounded(first, of_first), rounded(second, of_second)
         self.updates = t

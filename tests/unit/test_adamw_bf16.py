@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from petra.optim import AdamWBF16, adamw_bf16
-from petra.optim.stochastic_rounding import position_bits, round_to_bfloat16, update_bits
+from petra.optim.stochastic_rounding import block_bits, position_bits, round_to_bfloat16
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4)
 MISSING = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=6)
@@ -47,17 +47,20 @@ def train(optimizer, parameters, data):
     shapes=SHAPES,
     steps=st.integers(1, 8),
     missing=MISSING,
-    segment=st.sampled_from([1, 3, 16, 2**21]),
+    sizes=st.sampled_from([(1, 1), (3, 1), (16, 4), (12, 12), (2**21, 5), (2**21, 2**16)]),
     seed=st.sampled_from([0, 7, 2**32 - 1]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_moments_are_those_of_the_plain_one_bit_for_bit(shapes, steps, missing, segment, seed, dtype):
+def test_moments_are_those_of_the_plain_one_bit_for_bit(shapes, steps, missing, sizes, seed, dtype):
+    """For any number of values that are updated at a time, and any number of positions with bits of their own."""
+    segment, block = sizes
     parameters = parameters_of(shapes, dtype)
     options = {"lr": 0.03, "betas": (0.5, 0.75), "eps": 1e-3}
-    plain = [PlainAdamWBF16(p.flatten().tolist(), **options, decay=0.1, seed=seed, segment=segment) for p in parameters]
+    plain = [PlainAdamWBF16(p.flatten().tolist(), **options, decay=0.1, seed=seed, block=block) for p in parameters]
     optimizer = AdamWBF16(parameters, **options, weight_decay=0.1, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw_bf16, "SEGMENT", segment)
+        patch.setitem(adamw_bf16.SEGMENTS, "cpu", segment)
+        patch.setattr(adamw_bf16, "BLOCK", block)
         train(optimizer, parameters, exact_gradients(shapes, steps, missing))
     for found in exact_gradients(shapes, steps, missing):
         for one, gradient in zip(plain, found, strict=True):
@@ -76,13 +79,13 @@ def test_moments_are_those_of_the_plain_one_bit_for_bit(shapes, steps, missing, 
 
 
 def test_random_bits_of_large_parameters():
-    keys, positions = update_bits(torch.tensor([0.0, 5.0, 2.0**24]), 3, 11), position_bits(2**21, torch.device("cpu"))
+    keys, positions = block_bits(torch.tensor([0.0, 5.0, 2.0**24]), 3, 11), position_bits(2**16, torch.device("cpu"))
     assert keys.dtype == positions.dtype == torch.int32
     for owner, update in enumerate((0, 5, 2**24)):
-        for segment in range(3):
-            for position in (0, 1, 77, 2**20, 2**21 - 1):
-                found = (keys[:, owner, segment] ^ positions[position]).tolist()
-                assert tuple(found) == random_bits(update, segment * 2**21 + position, 11)
+        for block in range(3):
+            for position in (0, 1, 77, 2**15, 2**16 - 1):
+                found = (keys[:, owner, block] ^ positions[position]).tolist()
+                assert tuple(found) == random_bits(update, block * 2**16 + position, 11)
 
 
 @pytest.mark.parametrize("value", [1.0, 1.001, -3.14159, 1e-20, -7e30, 1e-39, 65535.99])
@@ -98,13 +101,13 @@ def test_rounding_keeps_the_mean(value):
 
 def test_random_bits_are_uniform_and_independent():
     steps = torch.arange(2**16).float()
-    keys = update_bits(steps, 2, 0).reshape(2, -1, 2)
+    keys = block_bits(steps, 2, 0)
     positions = position_bits(2**16, torch.device("cpu"))
     samples = {
         "first moment": keys[0, :, 0],
         "second moment": keys[1, :, 0],
-        "next segment": keys[0, :, 1],
-        "next seed": update_bits(steps, 1, 1)[0, :, 0],
+        "next block": keys[0, :, 1],
+        "next seed": block_bits(steps, 1, 1)[0, :, 0],
         "positions": positions,
         "next update": keys[0, :, 0].roll(1),
         "next position": positions.roll(1),
@@ -221,9 +224,10 @@ def test_the_state_of_a_float32_optimizer_is_rounded():
         assert ours.state[parameter][key].equal(theirs.state[parameter][key].bfloat16())
 
 
-@pytest.mark.parametrize("segment", [5, 2**21])
+@pytest.mark.parametrize("segment", [6, 2**21])
 def test_parameters_together_are_those_apart(segment, monkeypatch):
-    monkeypatch.setattr(adamw_bf16, "SEGMENT", segment)
+    monkeypatch.setitem(adamw_bf16.SEGMENTS, "cpu", segment)
+    monkeypatch.setattr(adamw_bf16, "BLOCK", 6)
     shapes, found = [(4, 4), (4,), (2, 3), (4, 4), (7,)], []
     for together in (True, False):
         parameters = parameters_of(shapes)

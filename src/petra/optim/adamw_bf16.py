@@ -12,10 +12,12 @@ from torch import Tensor
 
 from petra.optim.adamw import adam_directions, fused_adamw, gradient, new_moments
 from petra.optim.capturable import CapturableOptimizer, Group, alike, require
-from petra.optim.stochastic_rounding import position_bits, round_to_bfloat16, update_bits
+from petra.optim.stochastic_rounding import block_bits, position_bits, round_to_bfloat16
 
-SEGMENT = 2**21
-"""The most values that are updated at a time. The larger, the faster, and the more memory for float32 copies."""
+SEGMENTS = {"cpu": 2**18, "cuda": 2**21}
+"""The most values that are updated at a time: as many as keep a GPU busy, or as few as stay in the cache of a CPU."""
+BLOCK = 2**16
+"""Values of a parameter with random bits for their positions. The next as many have the same, mixed with others."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -28,7 +30,7 @@ class AdamWBF16(CapturableOptimizer):
     seed, the number of the update and the position in the parameter. So they are the same after a resume, on ranks, in
     a CUDA graph and for any cut into stages.
 
-    Two million values are updated at a time, so that there are few float32 copies.
+    At most two million values are updated at a time, so that there are few float32 copies.
 
     Args:
         params: The parameters, or groups of them.
@@ -83,12 +85,13 @@ class AdamWBF16(CapturableOptimizer):
                 self.state[parameter].update(new_moments(parameter, torch.bfloat16))
         counts = [self.state[p]["step"] for p in parameters]
         steps, largest = torch.stack(counts), max(p.numel() for p in parameters)
-        keys = update_bits(steps, -(-largest // SEGMENT), group["seed"])
-        positions = position_bits(min(largest, SEGMENT), parameters[0].device)
+        of_blocks = block_bits(steps, -(-largest // BLOCK), group["seed"])
+        of_positions = position_bits(min(largest, BLOCK), parameters[0].device)
         dense = [_dense(p) for p in parameters]
-        for pieces in _batches(self._pieces(parameters, dense)):
+        segment = SEGMENTS.get(parameters[0].device.type, SEGMENTS["cuda"])
+        for pieces in _batches(self._pieces(parameters, dense, segment), segment):
             moments = _update(group, pieces, steps)
-            round_to_bfloat16(moments, _bits(pieces, keys, positions))
+            round_to_bfloat16(moments, _bits(pieces, of_blocks, of_positions))
             stored = [piece.first for piece in pieces] + [piece.second for piece in pieces]
             torch._foreach_copy_(stored, list(moments.flatten().split_with_sizes([len(x) for x in stored])))
         torch._foreach_add_(counts, 1)
@@ -96,17 +99,17 @@ class AdamWBF16(CapturableOptimizer):
             if own is not parameter:
                 parameter.copy_(own)
 
-    def _pieces(self, parameters: list[Tensor], dense: list[Tensor]) -> Iterator[_Piece]:
+    def _pieces(self, parameters: list[Tensor], dense: list[Tensor], segment: int) -> Iterator[_Piece]:
         """Cut parameters into pieces, in the order of memory."""
         for owner, (parameter, own) in enumerate(zip(parameters, dense, strict=True)):
             state = self.state[parameter]
             for key in MOMENTS:  # the parameter may have another layout than at first
                 state[key] = _laid_out_like(state[key], own)
             whole = (own, _laid_out_like(gradient(parameter), own), *(state[key] for key in MOMENTS))
-            cut = (x.detach().as_strided((x.numel(),), (1,)).split(SEGMENT) for x in whole)
-            for segment, parts in enumerate(zip(*cut, strict=True)):
+            cut = (x.detach().as_strided((x.numel(),), (1,)).split(segment) for x in whole)
+            for number, parts in enumerate(zip(*cut, strict=True)):
                 if len(parts[0]):
-                    yield _Piece(owner, segment, *parts)
+                    yield _Piece(owner, number * segment // BLOCK, *parts)
 
     def directions(self, group: Group) -> dict[Tensor, Tensor]:
         found: dict[Tensor, Tensor] = {}
@@ -117,24 +120,24 @@ class AdamWBF16(CapturableOptimizer):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive values of a parameter, at most `SEGMENT`, with their gradients and moments."""
+    """Consecutive values of a parameter, with their gradients and moments."""
 
     owner: int
     """The number of the parameter."""
-    segment: int
-    """The number of the piece in its parameter."""
+    block: int
+    """The number of its first block in the parameter."""
     weights: Tensor
     gradients: Tensor
     first: Tensor
     second: Tensor
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield pieces with at most `SEGMENT` values together."""
+def _batches(pieces: Iterable[_Piece], segment: int) -> Iterator[list[_Piece]]:
+    """Yield pieces with at most so many values together."""
     batch: list[_Piece] = []
     count = 0
     for piece in pieces:
-        if count + len(piece.weights) > SEGMENT:
+        if batch and count + len(piece.weights) > segment:
             yield batch
             batch, count = [], 0
         batch.append(piece)
@@ -168,13 +171,19 @@ def _update(group: Group, pieces: Sequence[_Piece], steps: Tensor) -> Tensor:
     return moments.float()
 
 
-def _bits(pieces: Sequence[_Piece], keys: Tensor, positions: Tensor) -> Tensor:
+def _bits(pieces: Sequence[_Piece], of_blocks: Tensor, of_positions: Tensor) -> Tensor:
     """Return the random bits of pieces, of shape (2, values)."""
-    sizes = [len(piece.weights) for piece in pieces]
-    own = [keys[:, piece.owner, piece.segment, None].expand(2, n) for piece, n in zip(pieces, sizes, strict=True)]
     if len(pieces) == 1:
-        return own[0] ^ positions[: sizes[0]]
-    return torch.cat(own, 1).bitwise_xor_(torch.cat([positions[:n] for n in sizes]))
+        (piece,) = pieces
+        count = len(piece.weights)
+        own = of_blocks[:, piece.owner, piece.block : piece.block - (-count // BLOCK), None]
+        return (own ^ of_positions).flatten(1)[:, :count]
+    keys, positions = [], []
+    for piece in pieces:
+        for number, part in enumerate(piece.weights.split(BLOCK), piece.block):
+            keys.append(of_blocks[:, piece.owner, number, None].expand(2, len(part)))
+            positions.append(of_positions[: len(part)])
+    return torch.cat(keys, 1).bitwise_xor_(torch.cat(positions))
 
 
 def _dense(parameter: Tensor) -> Tensor:

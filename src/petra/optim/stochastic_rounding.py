@@ -11,7 +11,7 @@ from torch import Tensor
 _GOLDEN = 0x9E3779B1
 """An odd number near 2³²/φ, whose multiples are far from each other modulo 2³²."""
 _OTHER = 0x85EBCA6B
-"""Another odd number, so that neither the next update nor the next segment has the bits of the next seed."""
+"""Another odd number, so that neither the next update nor the next block has the bits of the next seed."""
 _MASK = 0xFFFFFFFF
 
 
@@ -28,19 +28,19 @@ def position_bits(count: int, device: torch.device) -> Tensor:
     return (_mixed(torch.arange(count, device=device)) >> 16).to(torch.int32)
 
 
-def update_bits(steps: Tensor, segments: int, seed: int) -> Tensor:
-    """Return two times 16 random bits for each segment of each parameter.
+def block_bits(steps: Tensor, blocks: int, seed: int) -> Tensor:
+    """Return two times 16 random bits for each block of each parameter, which differ in every update.
 
     Args:
         steps: The number of updates of each parameter so far, on the device.
-        segments: The number of segments of the largest parameter.
+        blocks: The number of blocks of the largest parameter.
         seed: Other seeds give other bits.
 
     Returns:
-        An int32 tensor of shape (2, parameters, segments).
+        An int32 tensor of shape (2, parameters, blocks).
     """
     first = (steps.long() * _GOLDEN + seed * _OTHER % 2**32).unsqueeze(1)
-    mixed = _mixed((first + torch.arange(segments, device=steps.device)) & _MASK)
+    mixed = _mixed((first + torch.arange(blocks, device=steps.device)) & _MASK)
     return torch.stack([mixed & 0xFFFF, mixed >> 16]).to(torch.int32)
 
 
