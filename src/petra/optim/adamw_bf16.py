@@ -74,10 +74,9 @@ class AdamWBF16(CapturableOptimizer):
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         for i, parameter in zip(saved, own, strict=True):
-            for key in MOMENTS:
-                if states.get(i):
-                    moment = torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False)
-                    self.state[parameter][key] = moment.copy_(states[i][key])
+            for key in MOMENTS if states.get(i) else ():
+                moment = torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False)
+                self.state[parameter][key] = moment.copy_(states[i][key])
 
     def update(self, group: Group, parameters: list[Tensor]) -> None:
         for parameter in parameters:
