@@ -312,3 +312,16 @@ def test_groups_have_their_own_settings():
 def test_seeds_are_whole_numbers(seed):
     with pytest.raises(ValueError, match=f"seed is {seed!r}: give a whole number, 0 or more"):
         AdamWBF16([nn.Parameter(torch.zeros(2))], seed=seed)
+
+
+def test_directions_are_computed_in_the_dtype_of_the_weights():
+    parameters = parameters_of([(4, 3), (5,), (2,)])
+    optimizer = AdamWBF16(parameters, 0.01, betas=(0.9, 0.99), eps=1e-3)
+    train(optimizer, parameters, exact_gradients([(4, 3), (5,), (2,)], 3, {(t, 2) for t in range(3)}))
+    found = optimizer.directions(optimizer.param_groups[0])
+    assert found.keys() == set(parameters[:2])
+    for parameter, direction in found.items():
+        first, second = (optimizer.state[parameter][key].double() for key in MOMENTS)
+        expected = first / (1 - 0.9**3) / ((second / (1 - 0.99**3)).sqrt() + 1e-3)
+        assert direction.dtype == torch.float32
+        torch.testing.assert_close(direction.double(), expected, rtol=1e-5, atol=1e-6)
