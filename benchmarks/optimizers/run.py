@@ -1,11 +1,12 @@
-"""Time of an update with AdamW, NAdamW, Muon and SOAP: a reversible GPT in a PETRA pipeline on one GPU.
+"""Time and memory of AdamW, NAdamW, Muon and SOAP: a reversible GPT in a PETRA pipeline on one GPU.
 
     python benchmarks/optimizers/run.py                 # 125M parameters: width 768, depth 12, 8 stages, k = 8
+    python benchmarks/optimizers/run.py --optimizers adamw adamw:bf16 adamw:8bit     # smaller moments
     python benchmarks/optimizers/run.py --smoke         # tiny, on the CPU, to see that it works; stores nothing
 
-An update is k ticks, of which the last includes the step of every stage. On a GPU, ticks are captured. The optimizers
-take turns, one block of updates at a time. Prints a table, and writes it with all times to result.json next to this
-file.
+An update is k ticks, of which the last includes the step of every stage. On a GPU, ticks are captured, except with
+adamw:8bit of torchao. The optimizers take turns, one block of updates at a time. At the end, the steps of all stages
+are timed alone, one kernel at a time. Prints a table, and writes it with all times to result.json next to this file.
 """
 
 import argparse
@@ -17,12 +18,13 @@ from pathlib import Path
 import torch
 
 import petra
-from petra.formatting import render
-from petra.measure import environment
+from petra.formatting import mebibytes, render
+from petra.measure import at_rest, environment
 from petra.optim import hidden_matrices
 from petra.trainer import cross_entropy, optimizers
 
 NAMES = ("adamw", "nadamw", "muon", "soap")
+STATES = ("adamw:bf16", "adamw:8bit")
 SMOKE = {"width": 16, "depth": 2, "heads": 2, "vocab_size": 32, "seq_len": 8, "batch_size": 2, "stages": 3}
 
 
@@ -31,7 +33,9 @@ def build(name: str, given: argparse.Namespace) -> petra.Trainer:
     torch.manual_seed(0)
     sizes = {key: getattr(given, key) for key in ("width", "depth", "heads", "vocab_size", "seq_len")}
     network = petra.models.create("rev-gpt", chunked_loss=True, **sizes).to(given.device)
+    name, _, state = name.partition(":")
     more = {"hidden": hidden_matrices(network)} if name == "muon" else {}
+    more |= {"state": state} if state else {}
 
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return getattr(optimizers, name)(parameters, lr=3e-4, weight_decay=0.1, **more)
@@ -45,7 +49,7 @@ def build(name: str, given: argparse.Namespace) -> petra.Trainer:
         autocast=torch.bfloat16 if given.autocast == "bf16" else None,
         corrections=given.corrections.split(",") if given.corrections else (),
         device=given.device,
-        cuda_graph=True if given.device == "cuda" else None,
+        cuda_graph=True if given.device == "cuda" and state != "8bit" else None,
     )
 
 
@@ -57,6 +61,28 @@ def seconds(trainer: petra.Trainer, batches: list[tuple[torch.Tensor, torch.Tens
         trainer.step(*batches[tick % len(batches)])
     synchronize(trainer.device)
     return time.perf_counter() - began
+
+
+def steps(trainer: petra.Trainer, repeats: int) -> tuple[float, int | None]:
+    """Return the time of one step of all stages, and on a GPU the bytes that it needs meanwhile."""
+    found = [stage.optimizer for stage in trainer.stages if stage.optimizer is not None]
+    for parameter in trainer.network.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    before, on_gpu = 0, trainer.device.type == "cuda"
+    for repeat in range(repeats + 1):
+        if repeat == 1:  # after one to warm up
+            synchronize(trainer.device)
+            began = time.perf_counter()
+        if on_gpu and repeat == repeats:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        for optimizer in found:
+            optimizer.step()
+    synchronize(trainer.device)
+    spent = (time.perf_counter() - began) / repeats
+    for parameter in trainer.network.parameters():
+        parameter.grad = None
+    return spent, torch.cuda.max_memory_allocated() - before if on_gpu else None
 
 
 def synchronize(device: torch.device) -> None:
@@ -73,7 +99,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=8, help="k, micro-batches per update (default: 8)")
     parser.add_argument("--updates", type=int, default=10, help="updates in a block (default: 10)")
     parser.add_argument("--blocks", type=int, default=5, help="blocks after one of warm-up (default: 5)")
-    parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--optimizers", nargs="+", choices=(*NAMES, *STATES), default=NAMES)
     parser.add_argument("--corrections", default="", help="such as predict:2")
     parser.add_argument("--autocast", choices=("bf16", "none"), default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -103,11 +129,23 @@ def main(arguments: list[str] | None = None) -> None:
     medians = {name: statistics.median(times) for name, times in blocks.items()}
     base = medians.get("adamw", next(iter(medians.values())))
     captured = {name: getattr(t.executor.capture, "captured_ticks", 0) for name, t in trainers.items()}
+    held = {name: sum(row.optimizer for row in at_rest(trainer.executor)) for name, trainer in trainers.items()}
+    alone = {name: steps(trainer, given.updates) for name, trainer in trainers.items()}
     rows = [
-        [name, f"{ms:.2f}", f"{min(blocks[name]):.2f}", f"{max(blocks[name]):.2f}", f"{ms / base:.3f}", captured[name]]
+        [
+            name,
+            f"{ms:.2f}",
+            f"{min(blocks[name]):.2f}",
+            f"{max(blocks[name]):.2f}",
+            f"{ms / base:.3f}",
+            captured[name],
+            mebibytes(held[name]),
+            f"{1e3 * alone[name][0]:.2f}",
+        ]
         for name, ms in medians.items()
     ]
-    print(render(["optimizer", "ms per update", "fastest", "slowest", "ratio", "captured ticks"], rows, left=1))
+    header = ["optimizer", "ms per update", "fastest", "slowest", "ratio", "captured ticks", "state", "ms per step"]
+    print(render(header, rows, left=1))
     for name, trainer in trainers.items():
         if trainer.ineligible_reason is not None:
             print(f"{name} was not captured: {trainer.ineligible_reason}")
@@ -121,6 +159,9 @@ def main(arguments: list[str] | None = None) -> None:
         "milliseconds": blocks,
         "median": medians,
         "captured_ticks": captured,
+        "state_bytes": held,
+        "step_milliseconds": {name: 1e3 * spent for name, (spent, _) in alone.items()},
+        "step_peak_bytes": {name: peak for name, (_, peak) in alone.items()},
         "environment": environment(device),
     }
     given.out.write_text(json.dumps(result, indent=2) + "\n")

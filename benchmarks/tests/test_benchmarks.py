@@ -80,6 +80,11 @@ def test_optimizers_are_compared_in_a_smoke_run_that_stores_nothing(tmp_path, ca
     module.main(["--smoke", "--out", str(tmp_path / "result.json")])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["adamw", "nadamw", "muon", "soap"]
     assert not (tmp_path / "result.json").exists()
+    module.main(["--smoke", "--optimizers", "adamw", "adamw:bf16", "--out", str(tmp_path / "result.json")])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["adamw", "adamw:bf16"]
+    assert [row[-2] for row in rows] == ["MiB", "MiB"]
+    assert float(rows[0][-3]) == pytest.approx(2 * float(rows[1][-3]), abs=0.02)
 
 
 def test_the_stall_of_a_checkpoint_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Muon, SOAP and NAdamW in pipelines: captured, resumed, cut differently, on ranks and replicas, and in runs."""
+"""Optimizers of petra.optim in pipelines: captured, resumed, cut differently, on ranks and replicas, and in runs."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from petra.cudagraph import TickCapture
 from petra.distributed import run_together
 from petra.measure import MemoryEstimator
 from petra.methods import find
-from petra.optim import SOAP, Muon, NAdamW, hidden_matrices, muon_groups
+from petra.optim import SOAP, AdamWBF16, Muon, NAdamW, hidden_matrices, muon_groups
 from petra.pipeline import partition
 from petra.runs.run import Run
 from petra.schedule import low_staleness
@@ -27,7 +27,7 @@ from petra.trainer import checkpoint
 
 pytestmark = pytest.mark.slow
 
-NAMES = ["muon", "soap", "nadamw"]
+NAMES = ["muon", "soap", "nadamw", "adamw_bf16"]
 
 
 def factory(name, net, **options):
@@ -37,7 +37,8 @@ def factory(name, net, **options):
         return lambda p: Muon(muon_groups(p, hidden, 0.05), 0.02, **options)
     if name == "soap":
         return lambda p: SOAP(p, 0.02, weight_decay=0.05, **{"precondition_frequency": 3, **options})
-    return lambda p: NAdamW(p, 0.02, weight_decay=0.05, **options)
+    make = {"nadamw": NAdamW, "adamw_bf16": AdamWBF16}[name]
+    return lambda p: make(p, 0.02, weight_decay=0.05, **options)
 
 
 def trainer(name, net, options=None, **more):
@@ -54,6 +55,7 @@ def trainer(name, net, options=None, **more):
         ("soap", ["reschedule:9"], 1, "petra"),
         ("soap", [], 2, "reversible"),
         ("nadamw", ["coast"], 2, "petra"),
+        ("adamw_bf16", [], 1, "delayed"),
     ],
     ids=str,
 )
@@ -165,8 +167,8 @@ def test_replicas_equal_one_process_with_all_samples(name):
         matrices = {p for p in parameters if p.shape == (6, 6)}
         if name == "muon":
             return Muon(muon_groups(parameters, matrices, 0.05), 0.02)
-        if name == "nadamw":
-            return NAdamW(parameters, 0.02)
+        if name in ("nadamw", "adamw_bf16"):
+            return {"nadamw": NAdamW, "adamw_bf16": AdamWBF16}[name](parameters, 0.02)
         # SOAP's eigenvectors amplify rounding errors, those of singular matrices without limit.
         others = {"params": [p for p in parameters if p not in matrices], "max_precondition_dim": 1}
         return SOAP([others, {"params": list(matrices)}], 0.02, eps=1e-3, precondition_frequency=3)
@@ -202,7 +204,8 @@ def test_a_checkpoint_of_pytorchs_nadam_can_be_resumed():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_estimated_without_memory(name):
-    """On tensors without values; SOAP keeps six matrices of each 6×6 weight, and Muon one."""
+    """On tensors without values; of each 6×6 weight, SOAP keeps six matrices, Muon one, and AdamWBF16 two halves."""
+    makers = {"muon": Muon, "soap": SOAP, "nadamw": NAdamW, "adamw_bf16": AdamWBF16}
     torch.manual_seed(0)
     net = smooth_network()
     estimator = MemoryEstimator(
@@ -211,12 +214,12 @@ def test_memory_is_estimated_without_memory(name):
         (torch.zeros(2, 2, 4, 4),),
         torch.zeros(2, dtype=torch.long),
         loss=nn.functional.cross_entropy,
-        optimizer=lambda p: {"muon": Muon, "soap": SOAP, "nadamw": NAdamW}[name]([x for x in p if x.shape == (6, 6)]),
+        optimizer=lambda p: makers[name]([x for x in p if x.shape == (6, 6)]),
     )
     cuts = partition(5, [1, 2, 2])
     memory = estimator.memory(cuts[1:2], 1, low_staleness(3))[0]
-    matrices = {"muon": 1, "soap": 6, "nadamw": 2}[name]
-    numbers = {"muon": 0, "soap": 1, "nadamw": 2}[name]
+    matrices = {"muon": 1, "soap": 6, "nadamw": 2, "adamw_bf16": 1}[name]
+    numbers = {"muon": 0, "soap": 1, "nadamw": 2, "adamw_bf16": 1}[name]
     assert memory.optimizer == 4 * 4 * (36 * matrices + numbers)
 
 

@@ -1,4 +1,4 @@
-"""Muon, SOAP and NAdamW compared with plain versions in float64; as optimizers of PyTorch, and without Petra."""
+"""Muon, SOAP and NAdamW compared with plain versions in float64; all as optimizers of PyTorch, and without Petra."""
 
 import copy
 import io
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from petra import models
-from petra.optim import SOAP, CapturableOptimizer, Muon, NAdamW, hidden_matrices, muon_groups, orthogonalize
+from petra.optim import SOAP, AdamWBF16, CapturableOptimizer, Muon, NAdamW, hidden_matrices, muon_groups, orthogonalize
 from petra.optim.eigenbasis import eigenbasis, improve_basis
 
 SHAPES = st.one_of(
@@ -191,6 +191,7 @@ MAKERS = {
     "muon": lambda net, lr=0.05: Muon(muon_groups(net.parameters(), hidden_matrices(net), 0.1), lr),
     "soap": lambda net, lr=0.05: SOAP(net.parameters(), lr, weight_decay=0.1, precondition_frequency=3),
     "nadamw": lambda net, lr=0.05: NAdamW(net.parameters(), lr, weight_decay=0.1),
+    "adamw_bf16": lambda net, lr=0.05: AdamWBF16(net.parameters(), lr, weight_decay=0.1),
 }
 
 
@@ -285,7 +286,7 @@ def test_a_batch_is_one_after_the_other(name):
             if name == "muon":
                 optimizer = Muon(muon_groups(own, {p for p in own if p.ndim > 1}, 0.1), 0.01)
             else:
-                optimizer = {"soap": SOAP, "nadamw": NAdamW}[name](own, 0.01, eps=1e-3)
+                optimizer = {"soap": SOAP, "nadamw": NAdamW, "adamw_bf16": AdamWBF16}[name](own, 0.01, eps=1e-3)
             train(optimizer, own, ([g[i] for i in members] for g in gradients(shapes, 15, set(), 2)))
         found.append(parameters)
     for a, b in zip(*found, strict=True):

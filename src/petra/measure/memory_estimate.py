@@ -109,7 +109,9 @@ class MemoryEstimator:
         return peaks
 
     def _tick(self, executor: Executor) -> None:
-        with FastMetaOperations():  # every micro-batch has its own memory
+        # Optimizers of torchao compile their steps, in vain on this device.
+        with FastMetaOperations(), torch.compiler.set_stance("force_eager"):
+            # Every micro-batch has its own memory.
             executor.tick(tuple(torch.empty_like(x) for x in self.inputs), self.targets)
 
     def _stage(self, index: int, cut: range, count: int) -> Stage:

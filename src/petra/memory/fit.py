@@ -25,6 +25,7 @@ from petra.reversible import Network, ReversibleLayer
 from petra.reversible.module_state import held_tensors
 from petra.reversible.randomness import forked
 from petra.reversible.storage import set_storage, storage_of
+from petra.reversible.streams import copied, plain_parts
 
 Storages = tuple[str, ...]
 EAGER_STORAGES = ("selective", "store")
@@ -352,7 +353,8 @@ def allocated_bytes(network: Network, optimizers: Iterable[torch.optim.Optimizer
     tensors = held_tensors([network])
     tensors += [p.grad for p in network.parameters() if p.grad is not None]
     for optimizer in optimizers:
-        tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        values = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        tensors += [part for x in values for part in plain_parts(x)]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -362,9 +364,7 @@ def _restored(network: Network, optimizer: torch.optim.Optimizer | None, device:
     tensors = held_tensors([network])
     copies = [x.detach().to("cpu", copy=True) for x in tensors]
     gradients = [(p, p.grad) for p in network.parameters()]
-    state = (
-        None if optimizer is None else tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), optimizer.state_dict())
-    )
+    state = None if optimizer is None else tree_map_only(Tensor, lambda x: copied(x, "cpu"), optimizer.state_dict())
     try:
         with forked(device):
             yield

@@ -5,8 +5,10 @@ learning rate from device memory, so it can be part of a CUDA graph. `muon.py` o
 (`newton_schulz.py`), `soap.py` runs Adam in the eigenbasis of Shampoo's matrices (`eigenbasis.py`), `nadamw.py` is
 NAdam with decoupled weight decay, `adamw.py` updates the parameters that the others leave to AdamW, `groups.py`
 finds the matrices that Muon should orthogonalise, and `combined.py` makes several optimizers act as one.
+`adamw_bf16.py` is AdamW with moments of half the size (`stochastic_rounding.py`).
 """
 
+from petra.optim.adamw_bf16 import AdamWBF16
 from petra.optim.capturable import CapturableOptimizer
 from petra.optim.combined import CombinedOptimizer, optimizers_of
 from petra.optim.groups import hidden_matrices, muon_groups
@@ -17,6 +19,7 @@ from petra.optim.soap import SOAP
 
 __all__ = [
     "SOAP",
+    "AdamWBF16",
     "CapturableOptimizer",
     "CombinedOptimizer",
     "Muon",

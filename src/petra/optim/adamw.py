@@ -25,14 +25,42 @@ def update_adamw(group: Group, parameters: list[Tensor], states: dict[Any, Any])
         if not states[parameter]:
             states[parameter].update(new_moments(parameter))
     own = [states[p] for p in parameters]
-    beta1, beta2 = group["betas"]
-    adamw(
+    fused_adamw(
+        group,
         parameters,
         [gradient(p) for p in parameters],
         [state["exp_avg"] for state in own],
         [state["exp_avg_sq"] for state in own],
-        [],
         [state["step"] for state in own],
+    )
+
+
+def fused_adamw(
+    group: Group,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """Update parameters, moments and counts of steps in one kernel.
+
+    Args:
+        group: A group with lr, betas, eps and weight_decay.
+        parameters: The parameters.
+        gradients: Their gradients, with the same dtype and memory layout.
+        first: Their first moments, likewise.
+        second: Their second moments, likewise.
+        steps: Their counts of steps.
+    """
+    beta1, beta2 = group["betas"]
+    adamw(
+        parameters,
+        gradients,
+        first,
+        second,
+        [],
+        steps,
         fused=True,
         amsgrad=False,
         beta1=beta1,
@@ -44,12 +72,20 @@ def update_adamw(group: Group, parameters: list[Tensor], states: dict[Any, Any])
     )
 
 
-def new_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """Return the initial state of Adam, with the count of steps on the device."""
+def new_moments(parameter: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the initial state of Adam, with the count of steps on the device.
+
+    Args:
+        parameter: The parameter.
+        dtype: The dtype of the moments; None for that of the parameter.
+
+    Returns:
+        The state.
+    """
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
     }
 
 
@@ -67,9 +103,10 @@ def adam_directions(group: Group, parameters: list[Tensor], states: dict[Any, An
     known = [p for p in parameters if states.get(p)]
     if not known:
         return {}
-    beta1, beta2 = group["betas"]
-    first = torch._foreach_div([states[p]["exp_avg"] for p in known], _corrections(beta1, known, states))
-    second = torch._foreach_div([states[p]["exp_avg_sq"] for p in known], _corrections(beta2, known, states))
+    first, second = (
+        torch._foreach_div([states[p][key].to(p.dtype) for p in known], _corrections(beta, known, states))
+        for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+    )
     torch._foreach_sqrt_(second)
     torch._foreach_add_(second, group["eps"])
     torch._foreach_div_(first, second)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from petra.reversible.streams import copied
+
 State = TypeVar("State")
 Key = tuple[Any, ...]
 
@@ -99,7 +101,7 @@ def _copy(tensor: Tensor, buffers: HostBuffers, copies: dict[Key, Tensor]) -> Te
     if tensor.is_meta:
         return tensor
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor.cpu() if tensor.is_cuda else tensor.clone()  # such as sparse tensors
+        return copied(tensor, "cpu")  # such as sparse tensors
     key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if tensor.numel() == 0 or key not in copies:
         copies[key] = buffers.empty_like(tensor)

@@ -21,7 +21,7 @@ from petra.pipeline.results import MicrobatchResult, check_finite, check_loss, e
 from petra.pipeline.weight_average import WeightAverage
 from petra.pipeline.weight_stash import WeightStash
 from petra.reversible.gradients import vjp
-from petra.reversible.streams import Streams, leaves, single
+from petra.reversible.streams import Streams, leaves, plain_parts, single
 from petra.schedule import Action, Kind
 
 Loss = Callable[[Any, Any], Tensor]
@@ -398,7 +398,9 @@ class Stage:
         averages = self.ema.averages if self.ema is not None else []
         stage_corrections = self.corrections.tensors() if self.corrections is not None else []
         return (
-            [v for state in optimizer for v in state.values() if isinstance(v, Tensor)] + stage_corrections + averages
+            [part for state in optimizer for v in state.values() if isinstance(v, Tensor) for part in plain_parts(v)]
+            + stage_corrections
+            + averages
         )
 
     def gradients(self) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 T = TypeVar("T")
 
@@ -94,6 +95,23 @@ def laid_out_like(x: Tensor, other: Tensor) -> Tensor:
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), other.stride(), strict=True)):
         return x
     return torch.empty_like(other, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def plain_parts(x: Tensor) -> list[Tensor]:
+    """Return the tensor, or the plain tensors inside one that has none of its own memory, such as 8-bit moments."""
+    if not is_traceable_wrapper_subclass(x):
+        return [x]
+    names, _ = x.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(x, name))]
+
+
+def copied(x: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Return a copy, on the same device or on another one; subclasses may not copy for `x.to(device, copy=True)`."""
+    if not is_traceable_wrapper_subclass(x):
+        return x.to(device or x.device, copy=True)
+    names, others = x.__tensor_flatten__()
+    parts = {name: copied(getattr(x, name), device) for name in names}
+    return type(x).__tensor_unflatten__(parts, others, x.shape, x.stride())
 
 
 def storage_id(tensor: Tensor) -> int:

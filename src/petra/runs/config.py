@@ -69,6 +69,7 @@ ADDED = (
     "save_best",
     "keep",
     "storage",
+    "optimizer_state",
 )
 """Options that the `config.json` of an older run may lack; it had their defaults."""
 
@@ -242,7 +243,7 @@ class RunConfig(RunOptions):
         betas = (self.beta1, self.second_beta)
         match self.optimizer:
             case "adamw":
-                return optimizers.adamw(parameters, betas=betas, **rates)
+                return optimizers.adamw(parameters, betas=betas, state=self.optimizer_state, **rates)
             case "nadamw":
                 return optimizers.nadamw(parameters, betas=betas, **rates)
             case "soap":
@@ -355,6 +356,13 @@ class RunConfig(RunOptions):
             )
         if self.optimizer not in OPTIMIZERS:
             self.make_optimizer([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])
+        if self.optimizer_state != "float32" and self.optimizer != "adamw":
+            raise ValueError(
+                f"--optimizer-state {self.optimizer_state} is for adamw, not for {self.optimizer}: "
+                "add --optimizer adamw, or leave it out"
+            )
+        if self.optimizer_state == "8bit":
+            optimizers.adamw_8bit()
         if self.clip == "global" and self.clip_norm is None:
             raise ValueError("--clip is global, but there is no --clip-norm: add it, or leave --clip out")
         if not self.nesterov and self.optimizer != "sgd":

@@ -16,7 +16,7 @@ from petra.pipeline import MessageFormat
 from petra.reversible.storage import expand_storages, shorten_storages
 from petra.runs.option_fields import fractions, option, schedule_option, whole_numbers
 from petra.trainer.lr_schedules import LR_SCHEDULES
-from petra.trainer.optimizers import OPTIMIZERS
+from petra.trainer.optimizers import OPTIMIZERS, STATES
 from petra.trainer.validation import DEFAULT_STAGES
 
 MODEL, TRAINING, PROCESSES, CHECKPOINTS = "model and data", "training", "several processes", "checkpoints"
@@ -187,6 +187,14 @@ class RunOptions:
     )
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer; on the command line --set-optimizer."""
+    optimizer_state: str = option(
+        "float32",
+        help="what adamw keeps its moments in: bf16 takes half the memory of float32, and 8bit, which needs torchao, "
+        "a quarter",
+        group=TRAINING,
+        metavar="NAME",
+        choices=STATES,
+    )
     lr: float | None = option(
         None,
         help="learning rate after warm-up",

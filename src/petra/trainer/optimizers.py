@@ -6,15 +6,19 @@ On a GPU they are fused, or of `petra.optim`: an update is a few kernels, and ca
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from petra.optim import SOAP, Muon, NAdamW, muon_groups
+from petra.formatting import first_line
+from petra.optim import SOAP, AdamWBF16, Muon, NAdamW, muon_groups
 
 ADAPTIVE = ("adamw", "nadamw", "muon", "soap")
 OPTIMIZERS = ("sgd", *ADAPTIVE)
+STATES = ("float32", "bf16", "8bit")
+"""What AdamW keeps its moments in."""
 
 
 def sgd(
@@ -36,9 +40,29 @@ def adamw(
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
-) -> torch.optim.AdamW:
-    """AdamW with no weight decay on norms and biases."""
-    return torch.optim.AdamW(parameter_groups(parameters, weight_decay), lr, betas=betas, fused=_fused(parameters))
+    state: str = "float32",
+) -> torch.optim.Optimizer:
+    """AdamW with no weight decay on norms and biases; its moments are in one of the `STATES`."""
+    groups = parameter_groups(parameters, weight_decay)
+    if state == "bf16":
+        return AdamWBF16(groups, lr, betas=betas)
+    if state == "8bit":
+        return adamw_8bit()(groups, lr, betas=betas)  # type: ignore[no-any-return]
+    return torch.optim.AdamW(groups, lr, betas=betas, fused=_fused(parameters))
+
+
+def adamw_8bit() -> Any:
+    """Return the class `AdamW8bit` of torchao, a package that is not always installed.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    try:
+        return import_module("torchao.optim").AdamW8bit
+    except ImportError as error:
+        raise ValueError(
+            f"8-bit moments need torchao ({first_line(error)}): pip install torchao, or use --optimizer-state bf16"
+        ) from error
 
 
 def nadamw(

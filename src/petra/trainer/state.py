@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from petra.corrections import StageCorrections
 from petra.optim import optimizers_of
 from petra.pipeline import Stage
-from petra.reversible.streams import laid_out_like
+from petra.reversible.streams import copied, laid_out_like, plain_parts
 
 Names = Mapping[Tensor, str]
 
@@ -34,7 +34,7 @@ _EXTRA = "_extra_state"
 def moved(state: Any, device: torch.device) -> Any:
     """Return a copy of the state with copies of its tensors on ``device``."""
     with torch.no_grad():
-        return tree_map_only(Tensor, lambda t: t.to(device, copy=True), state)
+        return tree_map_only(Tensor, lambda t: copied(t, device), state)
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -259,7 +259,7 @@ def _laid_out(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Bring averages to the memory layout of the parameter, which may have been another when the state was saved."""
 
     def same(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == parameter.shape
+        return isinstance(value, Tensor) and value.shape == parameter.shape and len(plain_parts(value)) == 1
 
     return {key: laid_out_like(value, parameter) if same(value) else value for key, value in state.items()}
 
