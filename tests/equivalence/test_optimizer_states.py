@@ -161,6 +161,8 @@ def test_mistakes_are_explained(options, message, tmp_path, capsys):
 
 def test_without_torchao_the_error_says_how_to_install_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError, match="8-bit moments need torchao"):  # before data is loaded
+        RunConfig(model="revnet18", data="digits", **ADAMW, optimizer_state="8bit").validate()
     assert train(tmp_path / "run", "--optimizer", "adamw", "--optimizer-state", "8bit") == 2
     assert "8-bit moments need torchao" in (error := capsys.readouterr().err)
     assert "pip install torchao" in error

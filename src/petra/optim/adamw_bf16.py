@@ -179,7 +179,7 @@ def _bits(pieces: Sequence[_Piece], of_blocks: Tensor, of_positions: Tensor) -> 
         return (own ^ of_positions).flatten(1)[:, :count]
     keys, positions = [], []
     for piece in pieces:
-        for number, part in enumerate(piece.weights.split(BLOCK), piece.block):
+        for number, part in enumerate(torch.split(piece.weights, BLOCK), piece.block):
             keys.append(of_blocks[:, piece.owner, number, None].expand(2, len(part)))
             positions.append(of_positions[: len(part)])
     return torch.cat(keys, 1).bitwise_xor_(torch.cat(positions))
