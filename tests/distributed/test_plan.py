@@ -151,7 +151,7 @@ def test_messages_are_counted_in_bytes():
     assert found.sent_up == [2 * stream, 2 * stream, 0]
     assert found.sent_down == [0, 2 * stream, 4 * stream]
     slow = plan(made_up(1, 1, 1, 1, 1, 1), ranks=3, stages=[1, 2, 3], link=Link(0.5, bandwidth=stream))
-    assert slow.basic == pytest.approx(6 + (0.5 + 1) * (2 + 2 + 2 + 4))
+    assert slow.basic == pytest.approx(6 + 4 * 0.5 + (2 + 2 + 2 + 4))
 
 
 def test_a_memory_limit_changes_the_partition_or_is_rejected():

@@ -596,11 +596,6 @@ def test_tensors_of_a_message_are_like_tensors_with_memory_of_their_own():
     assert layout.views(memory)[3].equal(tensors[3])
 
 
-def test_packing_is_not_part_of_a_graph_of_autograd():
-    weight = torch.ones(3, requires_grad=True)
-    assert not layout_of((weight,)).pack((weight * 2,)).memory.requires_grad
-
-
 def test_message_buffers_are_reused_but_not_while_a_tensor_refers_to_them():
     buffers = MessageBuffers()
     layout = layout_of((torch.empty(3, 5), torch.empty(2)))

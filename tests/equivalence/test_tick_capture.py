@@ -292,6 +292,7 @@ def test_the_guards_notice_every_change():
         "a mode": lambda: norm.eval(),
         "a number": lambda: setattr(norm, "momentum", 0.3),
         "a number that is deleted": lambda: delattr(norm, "eps"),
+        "another number after that": lambda: setattr(norm, "momentum", 0.4),
         "a frozen parameter": lambda: parameter.requires_grad_(False),
         "the memory of a parameter": lambda: setattr(parameter, "data", parameter.data.clone()),
         "the memory of a buffer": lambda: setattr(norm, "running_mean", norm.running_mean.clone()),
