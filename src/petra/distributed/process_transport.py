@@ -324,7 +324,9 @@ class ProcessTransport(Transport):
     def receive_all(self, requests: Sequence[Request]) -> list[PendingReceive]:
         if not self._has_headers:
             return [self._receive_on_device(source, layout) for source, _, layout in requests]
-        found, posts = [], []
+        thread = self._io_thread("post", self.position.rank)  # created first, and so closed first
+        found: list[PendingReceive] = []
+        posts: list[Callable[[], None]] = []
         for source, action, layout in requests:
             arrival, post = self._prepare_receive(source, action, layout)
             found.append(ReceivedMessage(partial(self._wait_for_message, source, arrival), self.device))
@@ -332,7 +334,7 @@ class ProcessTransport(Transport):
         if posts:
             # Gloo sends a message only after the receive has been posted. A separate thread posts receives while others
             # wait for earlier messages, so that slow links carry several messages at the same time.
-            self._io_thread("post", self.position.rank).submit(lambda: [post() for post in posts])
+            thread.submit(lambda: [post() for post in posts])
         return found
 
     def _receive_on_device(self, source: int, layout: MessageLayout) -> DeviceMessage:
