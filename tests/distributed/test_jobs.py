@@ -25,6 +25,8 @@ from torch.distributed import TCPStore
 from petra.cli.main import main
 from petra.distributed import job, launch, resilient, watchdog
 from petra.distributed.membership import Roster
+from petra.pipeline.message_layout import layout_of
+from petra.schedule import Action, Kind
 
 pytestmark = pytest.mark.slow
 
@@ -282,6 +284,43 @@ def meet(target, *arguments):
         process.join(LIMIT)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def messages(rank):
+    """Small and large ones; large tensors are sent from where they are."""
+    generator = torch.Generator().manual_seed(rank)
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    large = (draw(2**19), None, draw(1000, 700).T, draw(3, 0), draw(7).bfloat16())
+    return [(draw(5), draw(3)), large, (draw(2, 2),), (draw(2**19 + 1),), large[2:], ()]
+
+
+def exchange_messages(rank, port):
+    become_rank(rank, port)
+    with job.join(torch.device("cpu"), timeout=LIMIT) as transport:
+        transport.connect([(0, 1), (1, 0)])
+        other = 1 - rank
+        for turn in range(2):
+            for number, (own, others) in enumerate(zip(messages(rank), messages(other), strict=True)):
+                action = Action(0, Kind.FORWARD, number)
+                transport.begin_tick()
+                pending = transport.receive(other, action, layout_of(others))
+                if turn == 0:
+                    transport.send(other, action, own)
+                else:
+                    transport.send_packed(other, action, layout_of(own).pack(own))
+                for found, expected in zip(pending(), others, strict=True):
+                    assert found is expected is None or found.equal(expected)
+        large = torch.zeros(2**19)
+        transport.send(other, Action(0, Kind.FORWARD, 99), (large,))
+        large += 1
+        transport.receive(other, Action(0, Kind.FORWARD, 99), layout_of((large,)))
+        with pytest.raises(RuntimeError, match="a tensor was modified while it was being sent"):
+            transport.flush()
+        transport.flush()
+
+
+def test_small_and_large_messages_arrive_in_order():
+    meet(exchange_messages)
 
 
 def launcher_with_a_stopped_rank(sender):

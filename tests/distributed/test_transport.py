@@ -15,11 +15,12 @@ from torch import nn
 
 from petra import Network, models
 from petra.distributed import run_together
-from petra.distributed.host_message import BadMessage, HostMessage
+from petra.distributed.host_message import BadMessage, HostMessage, ScatteredMessage
 from petra.distributed.process_transport import MessageBuffers
 from petra.distributed.transport import flatten, make_buckets, unflatten_into
 from petra.measure import MemoryProbe
-from petra.pipeline.message_layout import layout_of
+from petra.pipeline import message_layout
+from petra.pipeline.message_layout import MessageLayout, layout_of
 from petra.reversible import AffineCoupling, FixedPointCoupling
 from petra.schedule import Action, Deadlock, Kind
 
@@ -524,12 +525,22 @@ def test_replicas_create_tensors_on_the_device_of_the_trainer():
     assert run_together(work, 1, 2) == [1, 1]
 
 
-def sealed(tensors, sender, verify=True):
-    """A message in host memory, ready to be sent."""
+def sealed(tensors, sender, verify=True, apart=False):
+    """A message that has arrived in host memory; its parts were sent apart, or it was sent as a whole."""
     layout = layout_of(tensors)
-    message = HostMessage(layout, torch.empty(layout.size, dtype=torch.uint8))
-    layout.fill(message.memory, tuple(tensors))
-    message.seal(sender, verify)
+    if apart:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(message_layout, "LARGE", 0)
+            layout = MessageLayout(layout.specs)
+    message = HostMessage(layout, torch.full((layout.size,), 7, dtype=torch.uint8))
+    if apart:
+        sent = ScatteredMessage(layout, tuple(tensors))
+        sent.seal(sender, verify)
+        for to, piece in zip(message.pieces, sent.pieces, strict=True):
+            to.copy_(piece)
+    else:
+        layout.fill(message.memory, tuple(tensors))
+        message.seal(sender, verify)
     return message
 
 
@@ -543,11 +554,12 @@ class TestHeaders:
                 st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]),
             ),
             max_size=5,
-        )
+        ),
+        st.booleans(),
     )
-    def test_an_intact_message_is_accepted(self, parts):
+    def test_an_intact_message_is_accepted(self, parts, apart):
         tensors = [torch.randn(shape).mul(9).to(dtype) for shape, dtype in parts]
-        message = sealed(tensors, self.SENDER)
+        message = sealed(tensors, self.SENDER, apart=apart)
         copied = HostMessage(message.layout, message.memory.clone())
         copied.check(self.SENDER)
         for found, tensor in zip(copied.layout.views(copied.memory), tensors, strict=True):
@@ -555,9 +567,10 @@ class TestHeaders:
             assert found.equal(tensor)
         assert message.layout.payload == sum(t.numel() * t.element_size() for t in tensors)
 
-    def test_any_changed_byte_is_detected(self):
+    @pytest.mark.parametrize("apart", [False, True])
+    def test_any_changed_byte_is_detected(self, apart):
         tensors = [torch.randn(5), torch.randn(3, 3), torch.randn(9)[1:]]  # also one that is not aligned
-        message = sealed(tensors, self.SENDER)
+        message = sealed(tensors, self.SENDER, apart=apart)
         for number, tensor in enumerate(tensors):
             for i, change in product(range(4 * tensor.numel()), (1, 64, 128)):
                 damaged = HostMessage(message.layout, message.memory.clone())
@@ -565,13 +578,14 @@ class TestHeaders:
                 with pytest.raises(BadMessage, match="stage 3, micro-batch 17, backward was corrupted in transit"):
                     damaged.check(self.SENDER)
 
-    def test_another_message_or_order_is_detected(self):
+    @pytest.mark.parametrize("apart", [False, True])
+    def test_another_message_or_order_is_detected(self, apart):
         tensors = [torch.randn(2), torch.randn(2)]
         for verify in (False, True):
-            message = sealed(tensors, Action(3, Kind.BACKWARD, 16), verify)
+            message = sealed(tensors, Action(3, Kind.BACKWARD, 16), verify, apart)
             with pytest.raises(BadMessage, match="16, backward instead of that of stage 3, micro-batch 17"):
                 message.check(self.SENDER, verify)
-        message = sealed(tensors, self.SENDER)
+        message = sealed(tensors, self.SENDER, apart=apart)
         message.layout.fill(message.memory, tensors[::-1])
         with pytest.raises(BadMessage, match="corrupted"):
             message.check(self.SENDER)

@@ -136,10 +136,11 @@ def _fail(trainer: Trainer, kind: str) -> None:
 def _corrupt_next(transport: ProcessTransport) -> None:
     post = transport._post
 
-    def damaged(to: int, message: Tensor) -> Callable[[], None]:
+    def damaged(to: int, pieces: list[Tensor]) -> Callable[[], None]:
+        (message,) = pieces
         message[HEADER_BYTES + 1] += 1
         transport._post = post  # type: ignore[method-assign]
-        return post(to, message)
+        return post(to, pieces)
 
     transport._post = damaged  # type: ignore[method-assign]
 

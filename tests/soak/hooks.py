@@ -65,9 +65,9 @@ def _once(trainer: Trainer, instead: Callable[[Callable[[], Callable[[], None]]]
     assert isinstance(transport, ProcessTransport)
     post = transport._post
 
-    def changed(to: int, message: Tensor) -> Callable[[], None]:
+    def changed(to: int, pieces: list[Tensor]) -> Callable[[], None]:
         transport._post = post  # type: ignore[method-assign]
-        return instead(lambda: post(to, message))
+        return instead(lambda: post(to, pieces))
 
     transport._post = changed  # type: ignore[method-assign]
 

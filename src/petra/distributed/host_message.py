@@ -1,4 +1,4 @@
-"""Messages in host memory: the action that sent it, a checksum and the tensors, in one vector of bytes."""
+"""Messages in host memory: the action that sent it, a checksum and the tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petra.pipeline.message_layout import MessageLayout, Template
+from petra.pipeline.message_layout import HEADER_BYTES, MessageLayout, Template
 from petra.schedule import Action, Kind
 
 _KINDS = list(Kind)
@@ -19,7 +19,7 @@ class BadMessage(RuntimeError):
 
 
 class HostMessage:
-    """A message in host memory.
+    """A message in one vector of bytes in host memory.
 
     Args:
         layout: The layout of its tensors.
@@ -31,6 +31,11 @@ class HostMessage:
         self._words: np.ndarray[tuple[int], np.dtype[np.int64]] = memory.numpy().view(np.int64)
         self.copied: torch.cuda.Event | None = None
         """Recorded after the copy from the device, where there is one."""
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        """What is sent or received at a time."""
+        return [self.memory[begin:end] for begin, end in self.layout.parts]
 
     def seal(self, sender: Action, verify: bool = True) -> None:
         """Write the header.
@@ -58,8 +63,37 @@ class HostMessage:
             raise BadMessage(f"the message of {_describe(expected)} was corrupted in transit")
 
     def _expected(self, sender: Action, verify: bool) -> list[int]:
-        found = self.layout.checksum(self._words) if verify else 0
-        return [_KINDS.index(sender.kind), sender.stage, sender.microbatch, found]
+        return _header(sender, self.layout.checksum(self._words) if verify else 0)
+
+
+class ScatteredMessage:
+    """A message that is sent from where its tensors are, in as many parts as its layout has.
+
+    Args:
+        layout: The layout of its tensors.
+        tensors: The tensors, in host memory.
+    """
+
+    def __init__(self, layout: MessageLayout, tensors: Template) -> None:
+        self.layout = layout
+        self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        full = (t.detach().contiguous() for t in tensors if t is not None and t.numel())
+        self._contents = [t.view(-1).view(torch.uint8) for t in full]
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        """What is sent at a time."""
+        return [self._header, *self._contents]
+
+    def seal(self, sender: Action, verify: bool = True) -> None:
+        """Write the header.
+
+        Args:
+            sender: The action that sends the message.
+            verify: Whether it has a checksum.
+        """
+        found = self.layout.checksum_of(x.numpy() for x in self._contents) if verify else 0
+        self._header.numpy().view(np.int64)[:4] = _header(sender, found)
 
 
 class ReceivedMessage:
@@ -86,6 +120,10 @@ class ReceivedMessage:
             memory: A vector of bytes in the layout of the message.
         """
         memory.copy_(self._fetch().memory, non_blocking=True)
+
+
+def _header(sender: Action, checksum: int) -> list[int]:
+    return [_KINDS.index(sender.kind), sender.stage, sender.microbatch, checksum]
 
 
 def _describe(header: list[int]) -> str:

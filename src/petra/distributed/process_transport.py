@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from petra.distributed.host_message import HostMessage, ReceivedMessage
+from petra.distributed.host_message import HostMessage, ReceivedMessage, ScatteredMessage
 from petra.distributed.io_thread import IOThread, Task
 from petra.distributed.malloc import keep_freed_memory
 from petra.distributed.packed_state import HostMemory
@@ -233,7 +233,6 @@ class ProcessTransport(Transport):
             return
         sent = [t for t in tensors if t is not None]
         versions = _versions(sent)
-        message = self._send_buffers.take(layout)
 
         def check() -> None:
             if _versions(sent) != versions:
@@ -242,7 +241,16 @@ class ProcessTransport(Transport):
                     "layers must not write into their inputs or outputs"
                 )
 
-        self._send_from_host(to, action, message, partial(layout.fill, message.memory, tensors), check)
+        if len(layout.parts) > 1:
+            self._send_from_host(to, action, ScatteredMessage(layout, tensors), _nothing, check)
+            return
+        message = self._send_buffers.take(layout)
+
+        def left() -> None:
+            self._send_buffers.give_back(message)
+            check()
+
+        self._send_from_host(to, action, message, partial(layout.fill, message.memory, tensors), left)
 
     def send_packed(self, to: int, action: Action, message: PackedMessage) -> None:
         layout, memory = message
@@ -257,7 +265,7 @@ class ProcessTransport(Transport):
                 copied.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no processor time
             copied.copied.record(torch.cuda.current_stream(self.device))
             ready = copied.copied.synchronize
-        self._send_from_host(to, action, copied, ready, _nothing)
+        self._send_from_host(to, action, copied, ready, partial(self._send_buffers.give_back, copied))
 
     def _host_memory(self, size: int) -> Tensor:
         """Return memory for a message; PyTorch reuses pinned memory when copies from it are done."""
@@ -269,9 +277,9 @@ class ProcessTransport(Transport):
         self,
         to: int,
         action: Action,
-        message: HostMessage,
+        message: HostMessage | ScatteredMessage,
         prepare: Callable[[], object],
-        check: Callable[[], None],
+        left: Callable[[], None],
     ) -> None:
         """Let a thread send a message.
 
@@ -280,20 +288,19 @@ class ProcessTransport(Transport):
             action: The action that the message results from.
             message: The message without its header.
             prepare: Called by the thread; waits until the message has its values.
-            check: Called when the message has left.
+            left: Called when the message has left.
         """
 
         def deliver() -> Callable[[], None]:
             prepare()
             message.seal(action, self._verify)
-            return self._post(to, message.memory)
+            return self._post(to, message.pieces)
 
         posted = self._io_thread("to", to).submit(deliver)
 
         def wait() -> None:
             posted.result()()
-            self._send_buffers.give_back(message)
-            check()
+            left()
 
         self.sent[to, action.kind.value] += message.layout.payload
         self._pending_sends[-1].append((to, wait))
@@ -301,18 +308,20 @@ class ProcessTransport(Transport):
     def _send_from_device(self, to: int, action: Action, message: PackedMessage) -> None:
         """Send a message that nobody overwrites with NCCL."""
         self.sent[to, action.kind.value] += message.layout.payload
-        self._pending_sends[-1].append((to, self._post(to, message.memory)))
+        self._pending_sends[-1].append((to, self._post(to, [message.memory])))
 
-    def _post(self, to: int, message: Tensor) -> Callable[[], None]:
+    def _post(self, to: int, pieces: list[Tensor]) -> Callable[[], None]:
         """Start sending the bytes of a message, and return a function that waits until they have left."""
         try:
-            work = self._groups[self.position.rank, to].send([message], int(to > self.position.rank), 0)
+            group = self._groups[self.position.rank, to]
+            works = [group.send([piece], int(to > self.position.rank), 0) for piece in pieces]
         except RuntimeError as error:
             raise self._lost(to, "send to", error) from error
 
-        def wait(kept: Tensor = message) -> None:  # it must stay alive until then
+        def wait(kept: list[Tensor] = pieces) -> None:  # they must stay alive until then
             try:
-                work.wait()
+                for work in works:
+                    work.wait()
             except RuntimeError as error:
                 raise self._lost(to, "send to", error) from error
 
@@ -339,7 +348,7 @@ class ProcessTransport(Transport):
 
     def _receive_on_device(self, source: int, layout: MessageLayout) -> DeviceMessage:
         memory = torch.empty(layout.size, dtype=torch.uint8, device=self._comm_device)
-        wait = self._post_receive(source, memory)
+        wait = self._post_receive(source, [memory])
 
         def arrived() -> Tensor:
             wait()
@@ -357,7 +366,7 @@ class ProcessTransport(Transport):
         def post() -> None:
             try:
                 message = HostMessage(layout, self._host_memory(layout.size))
-                wait = self._post_receive(source, message.memory)
+                wait = self._post_receive(source, message.pieces)
             except BaseException as error:
                 arrival.fail(error)
                 return
@@ -376,16 +385,18 @@ class ProcessTransport(Transport):
         with self.activity.waiting(source):
             return arrival.result()
 
-    def _post_receive(self, source: int, memory: Tensor) -> Callable[[], None]:
+    def _post_receive(self, source: int, pieces: list[Tensor]) -> Callable[[], None]:
         """Post the receive of a message, and return a function that waits until it has arrived."""
         try:
-            work = self._groups[source, self.position.rank].recv([memory], int(source > self.position.rank), 0)
+            group = self._groups[source, self.position.rank]
+            works = [group.recv([piece], int(source > self.position.rank), 0) for piece in pieces]
         except RuntimeError as error:
             raise self._lost(source, "receive from", error) from error
 
         def wait() -> None:
             try:
-                work.wait()
+                for work in works:
+                    work.wait()
             except RuntimeError as error:
                 raise self._lost(source, "receive from", error) from error
 

@@ -19,6 +19,9 @@ ALIGNMENT = 512
 HEADER_BYTES = ALIGNMENT
 """The bytes before the first tensor. They are there on the device, too, so that one copy moves a message."""
 
+LARGE = 2**21
+"""Bytes of tensors from which on they are sent one by one: a copy into one vector would take longer than it saves."""
+
 Specs = tuple[tuple[torch.Size, torch.dtype] | None, ...]
 """Shapes and dtypes of the tensors of a message."""
 
@@ -45,8 +48,10 @@ class MessageLayout:
             self._places.append((self.size, self.size + count, *spec))
             self.payload += count
             self.size += -(-count // ALIGNMENT) * ALIGNMENT
-        full = [place[0] // 8 for place in self._places if place is not None and place[0] < place[1]]
-        self._words = np.array(full, dtype=np.int64)  # the first word of every tensor with values
+        full = [place[:2] for place in self._places if place is not None and place[0] < place[1]]
+        self.parts = [(0, self.size)] if self.payload < LARGE else [(0, HEADER_BYTES), *full]
+        """Begin and end of what is sent at a time: the whole message, or the header and each tensor."""
+        self._words = np.array([begin // 8 for begin, _ in full], dtype=np.int64)
         # Multiplication by an odd number is invertible modulo 2^64, so it loses no bit of a sum.
         self._factors = 2 * np.arange(len(full), dtype=np.int64) + 1
 
@@ -104,9 +109,23 @@ class MessageLayout:
         Returns:
             A number of 64 bits.
         """
+        if len(self.parts) > 1:  # what is between the tensors is not sent
+            octets = words.view(np.uint8)
+            return self.checksum_of(octets[begin:end] for begin, end in self.parts[1:])
         if not len(self._words):
             return 0
         return int(np.dot(np.add.reduceat(words, self._words), self._factors))
+
+    def checksum_of(self, contents: Iterable[np.ndarray[tuple[int], np.dtype[np.uint8]]]) -> int:
+        """Return the checksum of a message that is sent in parts.
+
+        Args:
+            contents: The bytes of each tensor with values, in host memory.
+
+        Returns:
+            A number of 64 bits.
+        """
+        return int(np.dot(np.array([_sum(octets) for octets in contents], dtype=np.int64), self._factors))
 
 
 class PackedMessage(NamedTuple):
@@ -131,6 +150,13 @@ def layout_of(template: Sequence[Tensor | None]) -> MessageLayout:
 def payload(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _sum(octets: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    """Return the sum of all 64-bit words, and of the bytes after the last whole one."""
+    words = len(octets) // 8 * 8
+    total = int(octets[:words].view(np.int64).sum()) + int(octets[words:].sum())
+    return (total + 2**63) % 2**64 - 2**63
 
 
 @lru_cache(maxsize=1024)
