@@ -237,10 +237,10 @@ def test_ticks_of_ranks_are_measured_in_a_smoke_run_that_stores_nothing(tmp_path
 @pytest.mark.slow
 def test_the_host_time_of_a_tick_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path):
     script = ROOT / "benchmarks/tick/host_time.py"
-    command = [sys.executable, script, "--smoke", "--out", tmp_path / "host-time.json"]
+    command = [sys.executable, script, "--smoke", "--ways", "no communication", "--out", tmp_path / "host-time.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["no", "gloo"]
+    assert done.stdout.splitlines()[-1].startswith("no communication")
     assert not (tmp_path / "host-time.json").exists()
 
 
