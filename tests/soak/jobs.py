@@ -162,7 +162,7 @@ class Attempt:
 
     @property
     def said(self) -> str:
-        """What the processes have printed; all of it if they have ended."""
+        """The output of the processes; complete if they have ended."""
         if not self.running and not self.processes():
             self._copying.join(COPY_LIMIT)
         return self._log.read_text(errors="replace")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import petra
-from petra.memory import PlanSearch, StepCost, allocated_bytes, fit
+from petra.memory import PlanSearch, StepCost, allocated_bytes, fit, step_cost
 from petra.memory.plan_cache import cache_folder
 from petra.memory.step_cost import cpu_peak
 from petra.reversible.storage import storage_of
@@ -235,3 +235,17 @@ def test_steps_that_exceed_the_device_are_avoided(monkeypatch):
     plan = search(costs, 5000)
     assert (plan.cost.peak, plan.parts) == (1250, 1) or plan.cost.peak == 1200
     assert "out of memory" in str(plan)
+
+
+def test_a_step_that_cannot_be_captured_is_timed_as_it_is_with_a_warning(monkeypatch):
+    class Failing:
+        def __init__(self, device):
+            pass
+
+        def capture(self, work):
+            raise RuntimeError("not allowed in a capture\nmore")
+
+    monkeypatch.setattr(step_cost, "CudaGraphCapture", Failing)
+    step = object()
+    with pytest.warns(UserWarning, match=r"timed as it is, because it cannot be captured \(not allowed in a capture\)"):
+        assert step_cost._captured(step, torch.device("cpu")) is step

@@ -34,7 +34,7 @@ class HostMessage:
 
     @property
     def pieces(self) -> list[Tensor]:
-        """What is sent or received at a time."""
+        """The parts of the memory that are sent or received separately."""
         return [self.memory[begin:end] for begin, end in self.layout.parts]
 
     def seal(self, sender: Action, verify: bool = True) -> None:
@@ -82,7 +82,7 @@ class ScatteredMessage:
 
     @property
     def pieces(self) -> list[Tensor]:
-        """What is sent at a time."""
+        """The header and the tensors, which are sent separately."""
         return [self._header, *self._contents]
 
     def seal(self, sender: Action, verify: bool = True) -> None:

@@ -71,7 +71,7 @@ def fit_memory(
         max_parts: The largest number of parts.
         capture: Measure times of the step as a CUDA graph, as when you train by replaying it. This takes a step that
             does not wait for the GPU, and an optimizer with `capturable=True`. A step that cannot be captured is
-            measured as it is.
+            measured as it is, with a warning.
         cache: Reuse the plan of an earlier call, and store a new one, in the user's cache folder.
         quiet: Show no progress bar.
 

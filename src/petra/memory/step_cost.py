@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
 
 from petra.cudagraph.graph_capture import CudaGraphCapture
+from petra.formatting import first_line
 
 Step = Callable[[], object]
 _SECONDS, _REPEATS = 0.6, 8
@@ -79,7 +81,8 @@ def _captured(step: Step, device: torch.device) -> Step:
     torch.cuda.empty_cache()  # a graph has memory of its own
     try:
         return CudaGraphCapture(device).capture(step)
-    except Exception:  # for example, some ways to recompute save the random state, which a graph cannot
+    except Exception as error:  # a capture can fail in any operation; the step has not been changed
+        warnings.warn(f"the step is timed as it is, because it cannot be captured ({first_line(error)})", stacklevel=2)
         return step
 
 

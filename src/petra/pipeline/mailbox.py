@@ -48,7 +48,7 @@ class Incoming(NamedTuple):
     to: int
     """The stage that receives it."""
     form: Any
-    """What the mailbox knows of such messages."""
+    """The form of these messages, for the mailbox that made it."""
 
 
 class StaticMessage(NamedTuple):
@@ -61,7 +61,7 @@ class StaticMessage(NamedTuple):
     memory: Tensor
     """The vector of bytes in which they lie."""
     form: Any
-    """What the mailbox knows of such messages."""
+    """The form of these messages, for the mailbox that made it."""
 
 
 class Mailbox(ABC):

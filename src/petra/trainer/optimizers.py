@@ -18,7 +18,7 @@ from petra.optim import SOAP, AdamWBF16, Muon, NAdamW, muon_groups
 ADAPTIVE = ("adamw", "nadamw", "muon", "soap")
 OPTIMIZERS = ("sgd", *ADAPTIVE)
 STATES = ("float32", "bf16", "8bit")
-"""What AdamW keeps its moments in."""
+"""The dtypes of AdamW's moments."""
 
 
 def sgd(
