@@ -3,8 +3,8 @@
 Start with `coupling.py`: a coupling is one invertible step, with its forward, inverse and reverse computation. Then:
 
 - `layer.py`: layers made of couplings, and the base class for your own reversible layers.
-- `network.py`: `Network`, a sequence of layers, each segment of reversible ones differentiated as a whole.
-- `backprop.py`: a segment as one node of the autograd graph.
+- `network.py`: `Network`, a sequence of layers, whose reversible layers are differentiated without stored activations.
+- `backprop.py`: reversible layers as nodes of the autograd graph.
 - `reverse_pass.py`: how the backward pass goes through a segment, on one CUDA stream or overlapped on two.
 - `segment_graph.py`: a segment captured as CUDA graphs.
 - `invertibility.py`: `check_invertible`, which compares inverse and gradients with plain autograd.

@@ -1,13 +1,15 @@
-"""Reversible backpropagation under ordinary autograd: a segment of reversible layers as one node of the graph.
+"""Reversible backpropagation under ordinary autograd.
 
-The node stores the outputs of the segment only; the backward pass reconstructs all inputs from them, from the last
-layer to the first (RevNet, Section 3.2).
+Every layer of a segment is one node of the graph. Only the last one stores its outputs. In the backward pass, each node
+reconstructs its inputs, and passes them to the node below as the outputs of that layer (RevNet, Section 3.2). The
+gradients of a layer are complete, and their hooks have run, before the layer below begins. With PaReprop, and with CUDA
+graphs, a whole segment is one node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +28,7 @@ from petra.reversible.randomness import forked, note_draws, random_state, restor
 from petra.reversible.reverse_pass import reverse_pass
 from petra.reversible.segment_graph import SegmentGraphs
 from petra.reversible.streams import Streams, autocast_dtype, autocasting, differentiable
-from petra.reversible.weight_versions import check_stateless, check_unchanged, versions
+from petra.reversible.weight_versions import Versions, check_stateless, check_unchanged, versions
 
 
 class _BackwardMode(Enum):
@@ -93,10 +95,14 @@ def reversible_segment(
         uncompiled = torch.compiler.disable(reversible_segment)  # type: ignore[no-untyped-call]
         return uncompiled(layers, streams, graphs, **kwargs)  # type: ignore[no-any-return]
     tensors, keywords = Keywords.flatten(kwargs)
-    couplings = [coupling.with_keywords(keywords) for layer in layers for coupling in layer.couplings()]
-    parameters = trainable(module for coupling in couplings for module in coupling.modules)
-    inputs = (*streams, *tensors)
+    parts = [[coupling.with_keywords(keywords) for coupling in layer.couplings()] for layer in layers]
     mode = _BACKWARD_MODE.get()
+    couplings = [coupling for part in parts for coupling in part]
+    if mode is _BackwardMode.OVERLAPPED:
+        parts = [couplings]  # only couplings of one node can overlap
+    trained = [trainable(module for coupling in part for module in coupling.modules) for part in parts]
+    parameters = list(dict.fromkeys(parameter for own in trained for parameter in own))
+    inputs = (*streams, *tensors)
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *parameters))
     # torch.jit.trace records operations, and cannot record a node with a backward of its own.
     if mode is _BackwardMode.PLAIN or not needs_graph or _tracing():
@@ -106,8 +112,13 @@ def reversible_segment(
     elif graphs is not None and inputs[0].is_cuda and not kwargs:
         outputs = graphs.apply(couplings, inputs, parameters, mode is _BackwardMode.OVERLAPPED)
     else:
-        segment = _Segment(couplings, len(inputs), tuple(parameters), mode is _BackwardMode.OVERLAPPED)
-        outputs = _SegmentFunction.apply(segment, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        segment = _Segment(parts, inputs[0].device, mode is _BackwardMode.OVERLAPPED)
+        outputs = inputs
+        with uncached_parametrizations():
+            for index, own in enumerate(trained):
+                node = _Node(segment, index, len(outputs), tuple(own))
+                outputs = _NodeFunction.apply(node, *outputs, *own)  # type: ignore[no-untyped-call]
+        segment.finish_forward()
     return outputs[: len(outputs) - len(tensors)]
 
 
@@ -115,67 +126,135 @@ def _tracing() -> bool:
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
-@dataclass(frozen=True)
 class _Segment:
-    couplings: list[Coupling]
+    """The state that the nodes of a segment share.
+
+    Args:
+        parts: The couplings of each node.
+        device: The device of the streams.
+        overlap: Whether reconstruction and gradients overlap.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Coupling]], device: torch.device, overlap: bool) -> None:
+        self.parts, self.device, self.overlap = parts, device, overlap
+        self.autocast = autocast_dtype(device)
+        self.modules = [[module for coupling in part for module in coupling.modules] for part in parts]
+        self.modes = [modes(modules) for modules in self.modules]
+        self.norms = [normalisations(modules) for modules in self.modules]
+        self.versions: list[Versions] = []
+        """The versions of the weights of each node after the forward pass."""
+        self.random: list[list[list[Tensor]]] = []
+        """For each node, the random state before each coupling; empty if the forward pass drew no random numbers."""
+        self._handed_over: dict[int, Streams] = {}  # by the number of the backward pass
+
+    def finish_forward(self) -> None:
+        """Record weights and the use of random numbers, after the forward pass."""
+        self.versions = [versions(modules) for modules in self.modules]
+        before = next((states[0] for states in self.random if states), [])
+        draws = note_draws([module for modules in self.modules for module in modules], self.device, before)
+        if not draws:
+            self.random.clear()
+
+    def check_unchanged(self) -> None:
+        """Raise `RuntimeError` if the weights are not those of the forward pass."""
+        for modules, then in zip(self.modules, self.versions, strict=True):
+            check_unchanged(modules, then)
+
+    def hand_over(self, streams: Streams) -> None:
+        """Keep reconstructed inputs for the node below."""
+        self._handed_over[_backward_pass()] = streams
+
+    def take(self) -> Streams:
+        """Return the outputs of a node, which the node above has reconstructed in the same backward pass."""
+        streams = self._handed_over.pop(_backward_pass(), None)
+        if streams is None:
+            raise RuntimeError(
+                "a backward pass began inside a segment of reversible layers, but inputs are reconstructed from the "
+                "outputs of the segment: begin with its outputs, or use petra.plain_autograd() around the forward pass"
+            )
+        return streams
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass that runs; reentrant and concurrent ones have different numbers."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+@dataclass(frozen=True)
+class _Node:
+    segment: _Segment
+    index: int
+    """The index of the node in the segment."""
     inputs: int
     """The number of input streams, keyword tensors included."""
     parameters: tuple[nn.Parameter, ...]
-    overlap: bool
 
     @property
-    def modules(self) -> list[nn.Module]:
-        return [module for coupling in self.couplings for module in coupling.modules]
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == len(self.segment.parts) - 1
 
 
-class _SegmentFunction(torch.autograd.Function):
+class _NodeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, segment: _Segment, *tensors: Tensor) -> Streams:
-        ctx.segment = segment
+    def forward(ctx: Any, node: _Node, *tensors: Tensor) -> Streams:
+        ctx.node = node
         ctx.set_materialize_grads(False)  # so that parameters behind an unused output get None instead of zeros
-        ctx.device = tensors[0].device
-        ctx.autocast = autocast_dtype(ctx.device)
-        ctx.modes = modes(segment.modules)
-        streams = tensors[: segment.inputs]
-        ctx.random = []
-        with autocasting(ctx.device, ctx.autocast), uncached_parametrizations():
-            for coupling in segment.couplings:
-                ctx.random.append(random_state(ctx.device))
+        segment, inputs = node.segment, tensors[: node.inputs]
+        streams: Streams = inputs
+        random = []
+        with autocasting(segment.device, segment.autocast):
+            for coupling in segment.parts[node.index]:
+                random.append(random_state(segment.device))
                 streams = coupling.forward(streams)
-        note_draws(segment.modules, ctx.device, ctx.random[0])
-        ctx.versions = versions(segment.modules)
+        segment.random.append(random)
+        # Companions without a gradient stay so: their gradients would cost time in the layers above.
+        without = {id(x) for x, need in zip(inputs, ctx.needs_input_grad[1:], strict=False) if not need}
+        constant = [id(x) in without for x in streams]
         # A stream that passes unchanged is an input, and a node must not return its inputs.
         streams = tuple(x.view_as(x) for x in streams)
-        ctx.save_for_backward(*streams)
+        ctx.mark_non_differentiable(*(x for x, same in zip(streams, constant, strict=True) if same))
+        if node.last:
+            ctx.save_for_backward(*streams)
         return streams
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        segment: _Segment = ctx.segment
-        check_unchanged(segment.modules, ctx.versions)
-        wanted = ctx.needs_input_grad[1 : 1 + segment.inputs]
-        saved = ctx.saved_tensors  # read once, because each access calls the unpack hooks
-        more = len(saved) - segment.inputs  # not 0 if a stem makes two streams of one, or a layer one of two
+        node: _Node = ctx.node
+        segment, index = node.segment, node.index
+        if node.last:
+            segment.check_unchanged()
+        # Read once, because each access calls the unpack hooks.
+        outputs: Streams = ctx.saved_tensors if node.last else segment.take()
+        wanted = ctx.needs_input_grad[1 : 1 + node.inputs]
+        more = len(outputs) - node.inputs  # not 0 if a layer splits one stream into two, or joins two
         companions = 2 + min(more, 0)
         streams = tuple(
-            x.detach().requires_grad_(i >= companions and wanted[i - more])  # only as needed: it costs extra
-            for i, x in enumerate(saved)
+            x.detach().requires_grad_(i >= companions and wanted[i - more])  # gradients of companions cost time
+            for i, x in enumerate(outputs)
         )
+        random = segment.random[index] if segment.random else []
         with (
-            forked(ctx.device),
-            autocasting(ctx.device, ctx.autocast),
-            in_modes(ctx.modes),
-            frozen_statistics(normalisations(segment.modules)),
-            without_hooks(segment.parameters),
+            forked(segment.device) if random else nullcontext(),
+            autocasting(segment.device, segment.autocast),
+            in_modes(segment.modes[index]),
+            frozen_statistics(segment.norms[index]),
+            without_hooks(node.parameters),
             uncached_parametrizations(),
         ):
-            _, into_inputs, into_parameters = reverse_pass(
-                segment.couplings,
+            inputs, into_inputs, into_parameters = reverse_pass(
+                segment.parts[index],
                 streams,
                 tuple(g if differentiable(x) else None for g, x in zip(gradients, streams, strict=True)),
-                lambda i: restore_random_state(ctx.device, ctx.random[i]),
+                lambda i: restore_random_state(segment.device, random[i] if random else []),
                 segment.overlap,
             )
-        check_stateless(segment.modules, ctx.versions)
-        return None, *into_inputs, *(into_parameters.get(p) for p in segment.parameters)
+        check_stateless(segment.modules[index], segment.versions[index])
+        if not node.first and any(wanted):
+            segment.hand_over(inputs)
+        return None, *into_inputs, *(into_parameters.get(p) for p in node.parameters)

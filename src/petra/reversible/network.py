@@ -21,10 +21,10 @@ from petra.reversible.streams import Streams, as_streams, single, widened
 class Network(nn.Sequential):
     """Layers in sequence, with streams flowing between them.
 
-    An `nn.Sequential` whose layers may take and return several tensors. Each segment of consecutive reversible layers
-    is one node of the autograd graph that stores only its outputs. So `loss.backward()` gives exact gradients with
-    memory that does not grow with the number of reversible layers. Keyword arguments reach the residual functions of
-    all reversible layers, including those of networks that are layers of this one.
+    An `nn.Sequential` whose layers may take and return several tensors. For the backward pass, each segment of
+    consecutive reversible layers stores nothing but its outputs. So `loss.backward()` gives exact gradients with memory
+    that does not grow with the number of reversible layers. Keyword arguments reach the residual functions of all
+    reversible layers, including those of networks that are layers of this one.
     """
 
     segment_graphs: SegmentGraphs | None = None

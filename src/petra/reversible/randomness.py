@@ -46,13 +46,16 @@ def restore_random_state(device: torch.device, state: list[Tensor]) -> None:
         generator.set_state(saved)
 
 
-def note_draws(modules: Iterable[nn.Module], device: torch.device, before: list[Tensor]) -> None:
+def note_draws(modules: Iterable[nn.Module], device: torch.device, before: list[Tensor]) -> bool:
     """Remember whether an evaluation has drawn random numbers; in a capture, check that earlier ones have not.
 
     Args:
         modules: What was evaluated.
         device: The device.
-        before: The `random_state` before the evaluation.
+        before: The `random_state` before the evaluation; empty in a capture.
+
+    Returns:
+        True if it has.
 
     Raises:
         RuntimeError: If a graph is being captured, and the modules drew random numbers before or were not evaluated.
@@ -64,10 +67,13 @@ def note_draws(modules: Iterable[nn.Module], device: torch.device, before: list[
                 "random numbers (dropout, stochastic depth): set their rates to 0, or store their activations. "
                 "Make a few steps before the capture, so that this is known"
             )
-    elif all(a.equal(b) for a, b in zip(before, random_state(device), strict=True)):
-        _repeatable.update(modules)
-    else:
+        return False
+    draws = any(not a.equal(b) for a, b in zip(before, random_state(device), strict=True))
+    if draws:
         _repeatable.difference_update(modules)
+    else:
+        _repeatable.update(modules)
+    return draws
 
 
 @contextmanager
