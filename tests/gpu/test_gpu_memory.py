@@ -91,6 +91,22 @@ def test_offloaded_networks_with_dropout_have_the_gradients_of_plain_autograd():
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
+def test_offloaded_biases_of_attention_keep_their_alignment():
+    """Windows of 7×7 positions have 49 columns, which PyTorch pads for its kernels."""
+    torch.manual_seed(0)
+    sizes = {"width": 64, "depths": (2,), "heads": (8,), "num_classes": 10, "image_size": 56}
+    network, x = petra.models.create("swin-b", **sizes).to(CUDA), torch.randn(4, 3, 56, 56, device=CUDA)
+    found = []
+    for storage in ("store", "offload"):
+        network.use_storage("store", storage, storage, "store")
+        network.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = network(x).square().mean()
+        loss.backward()
+        found.append([p.grad.clone() for p in network.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-4)  # sums in any order
+
+
 def test_offloaded_activations_leave_the_device():
     peaks = {}
     for storage in ("store", "offload"):

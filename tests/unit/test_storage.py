@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers.networks import batches, mixed_network, reversible_network
@@ -202,3 +203,35 @@ def test_what_is_evaluated_again_in_a_capture_must_not_draw_random_numbers(name,
             network(x)
     else:
         assert_close(step(network, [(x, y)])[0], expected)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2), st.booleans()), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_offloaded_tensors_keep_padding_and_repeated_values(dimensions, random):
+    full = torch.randn([size + padding for size, padding, _ in dimensions])
+    x = full[tuple(slice(size) for size, _, _ in dimensions)]
+    for dimension, (size, _, repeated) in enumerate(dimensions):
+        if repeated:
+            x = x.narrow(dimension, 0, 1).expand(*x.shape[:dimension], size, *x.shape[dimension + 1 :])
+    order = random.sample(range(x.ndim), x.ndim)
+    x = x.permute(order)
+    values = storages._distinct(x)
+    assert values.numel() == len(set(addresses(x)))
+    found = storages._with_layout(torch.empty_like(values).copy_(values), x.shape, x.stride())
+    assert found.equal(x)
+    if full.numel() <= 2 * values.numel():  # less padding than values
+        assert [s for s, n in zip(found.stride(), x.shape, strict=True) if n > 1] == [
+            s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1
+        ]
+
+
+def addresses(x):
+    """Return the place of every element."""
+    return [sum(i * s for i, s in zip(index, x.stride(), strict=True)) for index in np.ndindex(*x.shape)]
+
+
+def test_offloaded_tensors_whose_elements_share_memory_become_plain():
+    x = torch.arange(9.0).as_strided((3, 2), (2, 4))
+    assert storages._with_layout(x.clone(), x.shape, x.stride()).equal(x)

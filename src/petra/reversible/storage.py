@@ -243,6 +243,8 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 _COPY_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _SMALL = 2**16
 """Bytes below which a tensor is not worth a copy."""
+_MOST_PADDING = 2
+"""A tensor that spans more than this many times its values is part of a larger one, and its padding is not restored."""
 
 
 def offloaded() -> AbstractContextManager[None]:
@@ -263,18 +265,39 @@ def offloaded() -> AbstractContextManager[None]:
             _COPY_STREAMS[x.device] = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
         stream = _COPY_STREAMS[x.device]
         stream.wait_stream(torch.cuda.current_stream(x.device))
-        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        values = _distinct(x.detach())
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
         with torch.cuda.stream(stream):
-            host.copy_(x.detach(), non_blocking=True)
+            host.copy_(values, non_blocking=True)
             copied = stream.record_event()
         x.record_stream(stream)  # its memory is not used again before it has been copied
-        return x.device, host, copied
+        return x.device, host, copied, x.shape, x.stride()
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        device, host, copied = packed
+        device, host, copied, shape, strides = packed
         torch.cuda.current_stream(device).wait_event(copied)
-        return host.to(device, non_blocking=True)  # type: ignore[no-any-return]
+        return _with_layout(host.to(device, non_blocking=True), shape, strides)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _distinct(x: Tensor) -> Tensor:
+    """Return a view without the dimensions along which a tensor repeats its values."""
+    for dimension, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dimension] > 1:
+            x = x.narrow(dimension, 0, 1)
+    return x
+
+
+def _with_layout(values: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """Undo `_distinct`, and restore padding, because kernels may rely on the alignment that it gives."""
+    extent = 1
+    for stride, size in sorted(zip(strides, values.shape, strict=True)):
+        if size > 1 and stride < extent:  # elements may overlap, and such a tensor cannot be written to
+            return values.expand(shape)
+        extent += (size - 1) * stride
+    if values.numel() < extent <= _MOST_PADDING * values.numel():
+        values = values.new_empty_strided(values.shape, strides).copy_(values)
+    return values.expand(shape)
