@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -203,6 +204,25 @@ def test_nobody_can_fail_while_another_still_connects(slow, tmp_path):
     meet(meet_slowly, slow, tmp_path)
 
 
+def come_and_go(rank, port):
+    """Joins one job after the other. While it is in one, PyTorch puts the rank before every line of an error."""
+    become_rank(rank, port)
+    alone = sys.excepthook
+    for number in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        with job.join(torch.device("cpu")):
+            assert sys.excepthook is not alone
+        assert sys.excepthook is alone
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
+    with job.join(torch.device("cpu")):
+        sys.excepthook = print  # the program's own, which stays
+    assert sys.excepthook is print
+
+
+def test_a_job_that_is_left_no_longer_shows_in_errors():
+    meet(come_and_go)
+
+
 def leave_alone(rank, port, early):
     """The other rank dies while this one leaves, at the end or early."""
     become_rank(rank, port)
@@ -310,6 +330,13 @@ def exchange_messages(rank, port):
                     transport.send_packed(other, action, layout_of(own).pack(own))
                 for found, expected in zip(pending(), others, strict=True):
                     assert found is expected is None or found.equal(expected)
+        small = torch.zeros(5)
+        transport.send(other, Action(0, Kind.FORWARD, 98), (small,))
+        copied = weakref.ref(small)
+        del small
+        transport.receive(other, Action(0, Kind.FORWARD, 98), layout_of((torch.zeros(5),)))()
+        transport.gather(None)  # now it has arrived on both ranks
+        assert copied() is None  # although nobody has waited until it has left
         large = torch.zeros(2**19)
         transport.send(other, Action(0, Kind.FORWARD, 99), (large,))
         large += 1

@@ -91,6 +91,7 @@ def _process(
     variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in {**variables, "MASTER_PORT": port}.items()})
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"  # PyTorch records the last 2000 operations: a record that still grows
     if start is joining:
         with start(None) as work:
             sender.send(measure(work, times, samples))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -78,12 +79,14 @@ def _variable(name: str, default: int) -> int:
     return int(text) if text else default
 
 
-_joined: list[bool] = []
+_joined = threading.Event()
+_excepthooks: list[tuple[Callable[..., object], Callable[..., object]]] = []
+"""For each connection: the `sys.excepthook` that PyTorch set, and the one before it."""
 
 
 def has_joined() -> bool:
     """Return whether this process has joined the others, so that one of them reports errors for all."""
-    return bool(_joined)
+    return _joined.is_set()
 
 
 @contextmanager
@@ -127,7 +130,7 @@ def join(
     prefix = f"petra/{restart_count()}" + (f".{generation[1].generation}" if generation is not None else "")
     with _guarded(generation):
         transport = _connect(device, replicas, limit, prefix)
-    _joined.append(True)
+    _joined.set()
     names = [str(position) for position in transport.positions()]
     # The watchdog needs its own connection, because the process group blocks its connection while it waits.
     watchdog_store = PrefixStore(prefix, connect_store(limit)[0])
@@ -165,7 +168,7 @@ def join(
             raise OSError(message) from error
         raise
     watchdog.close()
-    dist.destroy_process_group()  # without `_leave`: a process that leaves early reports why, as one that has joined
+    _disconnect()  # without `_leave`: a process that leaves early reports why, as one that has joined
     if leaving is not None:
         raise leaving
 
@@ -175,15 +178,26 @@ def _connect(device: torch.device, replicas: int, limit: timedelta, prefix: str)
     job_store, process, world = connect_store(limit)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _gpu_per_process() else "gloo"
     store = PrefixStore(prefix, job_store)
+    excepthook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=process, world_size=world, timeout=limit)
+    _excepthooks.append((sys.excepthook, excepthook))
     return ProcessTransport(device, replicas, limit)
 
 
 def _leave() -> None:
-    """Close the connections to the other processes."""
+    """Disconnect, and forget that this process has joined the others."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _disconnect()
     _joined.clear()
+
+
+def _disconnect() -> None:
+    """Close the connections to the other processes."""
+    dist.destroy_process_group()
+    while _excepthooks:  # PyTorch does not restore it, so the hooks of successive jobs would pile up
+        installed, before = _excepthooks.pop()
+        if sys.excepthook is installed:
+            sys.excepthook = before
 
 
 def _another_generation(membership: Membership, roster: Roster, lost: bool) -> bool:

@@ -231,11 +231,11 @@ class ProcessTransport(Transport):
             else:
                 self._send_from_device(to, action, packed)
             return
-        sent = [t for t in tensors if t is not None]
-        versions = _versions(sent)
+        sent = [(weakref.ref(t), _version(t)) for t in tensors if t is not None]
 
         def check() -> None:
-            if _versions(sent) != versions:
+            alive = ((t, version) for tensor, version in sent if (t := tensor()) is not None)
+            if any(_version(t) != version for t, version in alive):
                 raise RuntimeError(
                     f"{self.position}: a tensor was modified while it was being sent to rank {to}: "
                     "layers must not write into their inputs or outputs"
@@ -246,11 +246,15 @@ class ProcessTransport(Transport):
             return
         message = self._send_buffers.take(layout)
 
-        def left() -> None:
-            self._send_buffers.give_back(message)
+        def copy() -> None:  # after this, nothing keeps the tensors
+            layout.fill(message.memory, tensors)
             check()
 
-        self._send_from_host(to, action, message, partial(layout.fill, message.memory, tensors), left)
+        def left() -> None:
+            self._send_buffers.give_back(message)
+            check()  # of tensors that still exist: the version of a tensor changes after the write
+
+        self._send_from_host(to, action, message, copy, left)
 
     def send_packed(self, to: int, action: Action, message: PackedMessage) -> None:
         layout, memory = message
@@ -570,9 +574,9 @@ def _close_all_threads() -> None:
         transport.close_threads()
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return version counters, which increase with every write into the tensors."""
-    return [0 if t.is_inference() else t._version for t in tensors]
+def _version(tensor: Tensor) -> int:
+    """Return the version counter, which increases with every write into the tensor."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _nothing() -> None:
