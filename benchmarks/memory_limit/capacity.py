@@ -4,7 +4,7 @@
     python benchmarks/memory_limit/capacity.py --model gpt-350m --quantity tokens
     python benchmarks/memory_limit/capacity.py --smoke
 
-Every figure is the size of real training steps whose peak is under the limit, found by bisection to 3 %. The peak is
+Every figure is the size of real training steps whose peak is under the limit, found to 3 %. The peak is
 that of PyTorch's allocator, with weights, gradients and optimizer state. The ways are those of `run.py`: the plain
 network stored, with compiler budgets, fully checkpointed and offloaded, and the reversible network. Prints a table and
 writes a JSON file after every way.
@@ -67,29 +67,45 @@ def peak_of(model: str, storage: str, sizes: dict[str, Any], device: torch.devic
 def largest(peak: Callable[[int], int | None], limits: Sequence[int], unit: int) -> list[int]:
     """Return the largest size whose peak is under each limit; 0 if one unit is too large.
 
+    Peaks grow nearly linearly with the size, so the size to measure next is interpolated between the two measured peaks
+    around the limit. A size is accepted if one that is larger by the share `CLOSE`, or by one unit, does not fit.
+
     Args:
         peak: Measures the peak of a size; None if the device has too little memory.
         limits: The limits, in bytes.
         unit: The smallest size; all sizes are multiples of it.
     """
-    peaks: dict[int, int | None] = {0: 0}
-
-    def fits(count: int, limit: int) -> bool:
-        if count not in peaks:
-            peaks[count] = peak(count * unit)
-        found = peaks[count]
-        return found is not None and found <= limit
-
+    peaks: dict[int, int | None] = {}
     found = []
     for limit in sorted(limits):
-        low, high = 0, 1
-        while fits(high, limit):
-            low, high = high, 2 * high
-        while high - low > max(1, CLOSE * low):
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, limit) else (low, middle)
+        fits = {count: own is not None and own <= limit for count, own in peaks.items()}
+        low = max((count for count, own in fits.items() if own), default=0)
+        high = min((count for count in fits if count > low), default=0)  # does not fit; 0 if none is known
+        while not high or high - low > max(1, CLOSE * low):
+            count = _next(peaks, limit, low, high)
+            own = peaks[count] = peak(count * unit)
+            low, high = (count, high) if own is not None and own <= limit else (low, count)
         found.append(low * unit)
     return found
+
+
+def _next(peaks: dict[int, int | None], limit: int, low: int, high: int) -> int:
+    """Return the size to measure next, larger than `low` and smaller than `high` (if that is not 0)."""
+    step = max(1, int(CLOSE * low))
+    known = sorted((count, own) for count, own in peaks.items() if own is not None)
+    if len(known) < 2:
+        guess = 2 * low or 1
+    else:
+        # The two sizes next to the limit, or the two largest below it.
+        above = next((i for i, (_, own) in enumerate(known) if own > limit), len(known) - 1)
+        (a, first), (b, second) = known[max(0, above - 1)], known[max(1, above)]
+        guess = a + int((b - a) * (limit - first) / (second - first)) if second > first else 2 * low or 1
+        guess = min(guess, 8 * max(low, 1))  # a line through small sizes is not exact
+    if guess <= low:  # does the next larger one fit?
+        guess = low + step
+    if high and guess >= high:
+        guess = high - step if high - low <= 4 * step else (low + high) // 2
+    return max(guess, low + 1)
 
 
 def main() -> None:
@@ -110,7 +126,7 @@ def main() -> None:
     unit = options.unit or {"batch": 4, "depth": 4, "tokens": 512}[options.quantity]
     device, sizes = torch.device(options.device), dict(MODELS[options.model])
     if options.smoke:
-        sizes, unit, options.limits = SMALL, 1, [0.0015]
+        sizes, unit, options.limits = SMALL[options.model], 1, [0.0015]
         options.ways = ["backprop", "reversible"]
     sizes["batch"] = options.batch_size
     rows: dict[str, list[int]] = {}

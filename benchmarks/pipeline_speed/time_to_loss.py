@@ -150,7 +150,8 @@ def measure(options: argparse.Namespace, rank: int, say: Callable[[str], None]) 
         dist.all_gather_object(found, run)
         losses = next(other["losses"] for other in found if other["losses"])
         seconds = [max(at) for at in zip(*(other["seconds"] for other in found), strict=True)]
-        runs.append({"name": name, "updates": run["updates"], "seconds": seconds, "losses": losses})
+        rounded = {"seconds": [round(at, 3) for at in seconds], "losses": [round(loss, 4) for loss in losses]}
+        runs.append({"name": name, "updates": run["updates"], **rounded})
         if rank == 0:
             print(
                 f"{name}: {run['updates']} updates, loss {smoothed(losses, options.microbatches)[-1]:.3f}", flush=True

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers.scripts import ROOT, import_scripts
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from petra import Trainer
@@ -286,9 +288,38 @@ def test_a_smoke_run_of_the_memory_limit_stores_nothing(tmp_path, monkeypatch, c
 def test_the_largest_size_that_fits(limit, expected):
     """With 100 bytes for each unit, on a device with memory for 12000."""
     _, capacity = import_scripts("benchmarks/memory_limit", "run", "capacity")
-    found = capacity.largest(lambda size: 100 * size if size <= 12000 else None, [limit, 50], 1)[-1]
+    measured = []
+
+    def peak(size):
+        measured.append(size)
+        return 100 * size if size <= 12000 else None
+
+    found = capacity.largest(peak, [limit, 50], 1)[-1]
     assert expected * (1 - 1.5 * capacity.CLOSE) <= found <= max(expected, limit // 100)
     assert found <= 12000
+    assert len(measured) == len(set(measured)) <= 20
+
+
+@given(st.integers(0, 500), st.integers(1, 100), st.integers(0, 60), st.integers(1, 5000), st.randoms())
+def test_the_largest_size_is_found_with_few_measurements(base, slope, noise, most, random):
+    """Peaks grow linearly, but for noise: the size that is found fits, and one that is 3 % larger does not."""
+    _, capacity = import_scripts("benchmarks/memory_limit", "run", "capacity")
+    peaks = {}
+
+    def peak(size):
+        assert size not in peaks
+        peaks[size] = base + slope * size + random.randint(0, noise) if size <= most else None
+        return peaks[size]
+
+    limits = sorted(random.randint(1, 6000) for _ in range(4))
+    found = capacity.largest(peak, limits, 1)
+    assert len(peaks) <= 60
+    for size, limit in zip(found, limits, strict=True):
+        assert size == 0 or peaks[size] <= limit
+        assert any(
+            size < larger <= size + max(1, capacity.CLOSE * size) and (own is None or own > limit)
+            for larger, own in peaks.items()
+        )
 
 
 def test_a_smoke_run_of_capacities_stores_nothing(tmp_path, monkeypatch, capsys):
