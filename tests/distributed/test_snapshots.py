@@ -136,7 +136,7 @@ def test_a_twin_adds_its_weights():
 def test_a_late_copy_is_waited_for_before_more_ticks_would_have_to_be_repeated():
     snapshots = Snapshots(10, Membership(DictStore(), 0))
     snapshots._transport = SimpleNamespace(
-        position=RankPosition(0, 2, 0, 1), maximum_async=lambda values: lambda: values
+        position=RankPosition(0, 2, 0, 1), maximum_async=lambda values: lambda: values, wait_for=Future.result
     )
     snapshots.complete, snapshots.pending = Snapshot(5, 2, 1), Snapshot(11, 2, 1)
     late = Future()

@@ -16,7 +16,7 @@ from torch import nn
 from petra import Network, models
 from petra.distributed import run_together
 from petra.distributed.host_message import BadMessage, HostMessage, ScatteredMessage
-from petra.distributed.process_transport import MessageBuffers
+from petra.distributed.message_buffers import MessageBuffers
 from petra.distributed.transport import flatten, make_buckets, unflatten_into
 from petra.measure import MemoryProbe
 from petra.pipeline import message_layout

@@ -1,7 +1,10 @@
 """Which process the watchdog reports as lost, and that a job reports once. The store is a dictionary."""
 
 import json
+import re
 import threading
+import time
+from queue import SimpleQueue
 
 import pytest
 
@@ -108,7 +111,7 @@ class Reports:
 
 def watched(store, timeout):
     reports, activity = Reports(), Activity()
-    generation = Generation(reports, Roster(0, (0, 1)), lambda: None)
+    generation = Generation(reports, Roster(0, (0, 1)), lambda: None, lambda: False)
     dogs = [Watchdog(store, rank, ["a", "b"], activity, timeout, generation=generation) for rank in range(2)]
     return *dogs, reports
 
@@ -228,7 +231,7 @@ def test_a_process_that_has_lost_its_connections_asks_for_new_ones():
         Activity(),
         60.0,
         exits.append,
-        Generation(member, roster, interrupted.set),
+        Generation(member, roster, interrupted.set, lambda: False),
     )
     dog._store = Lost()
     assert interrupted.wait(10.0)
@@ -236,11 +239,30 @@ def test_a_process_that_has_lost_its_connections_asks_for_new_ones():
     dog.close()
 
 
+@pytest.mark.parametrize(("connecting", "seconds"), [(False, 1.2), (True, 0.4)])
+def test_a_process_that_does_not_leave_a_generation_is_replaced(connecting, seconds, monkeypatch):
+    monkeypatch.setattr(watchdog, "CONNECT_PATIENCE", 0.4)
+    store, replaced, interrupted = DictStore(), SimpleQueue(), threading.Event()
+    publish(store, Roster(0, (0, 1)))
+    member = Membership(store, 0)
+    member.replace_this_process = replaced.put
+    generation = Generation(member, Roster(0, (0, 1)), interrupted.set, lambda: connecting)
+    dog = Watchdog(DictStore(), 0, ["rank 0", "rank 1"], Activity(), 1.2, print, generation)
+    publish(store, Roster(1, (0, 2)))
+    assert interrupted.wait(10.0)
+    began = time.monotonic()
+    reason = replaced.get(timeout=10.0)
+    assert time.monotonic() - began >= seconds - 0.2
+    assert re.match(r"rank 0 has not noticed for \d s that a process was lost, in tick 0, .* is replaced", reason)
+    assert "test_a_process_that_does_not_leave_a_generation_is_replaced" in reason  # what the main thread does
+    dog.close()
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_that_has_lost_the_launcher_ends_and_the_first_one_says_why(process, monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "SILENCE_LIMIT", 0.01)
     exits, roster = [], Roster(0, (0, 1))
-    lost = Generation(Membership(Lost(), process), roster, lambda: None)
+    lost = Generation(Membership(Lost(), process), roster, lambda: None, lambda: False)
     dog = Watchdog(DictStore(), process, ["rank 0", "rank 1"], Activity(), 60.0, exits.append, lost)
     dog._store = Lost()
     dog._thread.join(10.0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
@@ -61,6 +62,20 @@ class Task(Generic[Result]):
         with self._finished:
             return self._error
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has finished.
+
+        Args:
+            timeout: The most seconds to wait.
+
+        Returns:
+            Whether it has finished.
+        """
+        if not self._finished.acquire(timeout=timeout):
+            return False
+        self._finished.release()  # others may ask, too
+        return True
+
     def result(self, timeout: float | None = None) -> Result:
         """Wait until it has finished.
 
@@ -74,9 +89,8 @@ class Task(Generic[Result]):
             BaseException: The error of the function.
             TimeoutError: If it has not finished in time.
         """
-        if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
+        if not self.wait(-1 if timeout is None else timeout):
             raise TimeoutError
-        self._finished.release()  # others may ask, too
         if self._error is not None:
             raise self._error
         result: Result = self._result
@@ -135,6 +149,18 @@ class IOThread:
         """
         self._tasks.put(None)
         self._thread.join(timeout)
+
+
+def close_threads(threads: Iterable[IOThread], timeout: float) -> None:
+    """Let threads end, one after another.
+
+    Args:
+        threads: The threads.
+        timeout: The most seconds to wait for all of them together.
+    """
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.close(max(0.0, deadline - time.monotonic()))
 
 
 def _run(tasks: SimpleQueue[Task[Any] | None], finished: list[int]) -> None:

@@ -20,7 +20,7 @@ from petra.distributed.membership import Membership, Roster
 from petra.distributed.parent_death import continue_when_parent_dies
 from petra.distributed.process_transport import LostRank, ProcessTransport
 from petra.distributed.transport import SingleProcess, Transport
-from petra.distributed.watchdog import DIAGNOSIS_TIMEOUT, GENERATION_INTERVAL, Generation, Watchdog
+from petra.distributed.watchdog import CONNECT_PATIENCE, DIAGNOSIS_TIMEOUT, GENERATION_INTERVAL, Generation, Watchdog
 
 
 class ReportedElsewhere(Exception):
@@ -41,10 +41,6 @@ class GenerationOver(Exception):
 
 class JobFailed(RuntimeError):
     """Another process of the job has died or hangs."""
-
-
-CONNECT_PATIENCE = 3.0
-"""Seconds that a process may still connect after the generation is over."""
 
 
 def process_number() -> int:
@@ -134,7 +130,7 @@ def join(
     names = [str(position) for position in transport.positions()]
     # The watchdog needs its own connection, because the process group blocks its connection while it waits.
     watchdog_store = PrefixStore(prefix, connect_store(limit)[0])
-    watched = None if generation is None else Generation(*generation, transport.interrupt)
+    watched = None if generation is None else Generation(*generation, transport.interrupt, lambda: transport.connecting)
     watchdog = Watchdog(watchdog_store, process_number(), names, transport.activity, timeout, generation=watched)
     leaving: BaseException | None = None
     try:
@@ -231,7 +227,10 @@ def _guarded(generation: tuple[Membership, Roster] | None) -> Iterator[None]:
         with suppress(RuntimeError):  # the launcher is gone, which ends this process anyway
             while not connected.wait(GENERATION_INTERVAL):
                 if membership.generation != roster.generation and not connected.wait(CONNECT_PATIENCE):
-                    membership.replace_this_process()
+                    membership.replace_this_process(
+                        f"process {membership.number} has tried to connect to a lost process for "
+                        f"{CONNECT_PATIENCE:.0f} s: it is replaced"
+                    )
 
     thread = threading.Thread(target=guard, name="petra-connecting", daemon=True)
     thread.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,8 +184,13 @@ class Membership:
         """Tell the launcher that the work is done: who ends now is not lost."""
         self._store.set(DONE, "")
 
-    def replace_this_process(self) -> None:
-        """End this process at once; the launcher replaces it."""
+    def replace_this_process(self, reason: str) -> None:
+        """End this process at once; the launcher replaces it.
+
+        Args:
+            reason: The reason, which is printed.
+        """
+        print(f"petra: {reason}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def report_progress(self, value: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import json
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from petra.distributed.host_message import HostMessage, ReceivedMessage, ScatteredMessage
-from petra.distributed.io_thread import IOThread, Task
+from petra.distributed.io_thread import IOThread, Task, close_threads
 from petra.distributed.malloc import keep_freed_memory
+from petra.distributed.message_buffers import MessageBuffers, SendBuffers
 from petra.distributed.packed_state import HostMemory
 from petra.distributed.state_exchange import LARGEST, Ring, StateChannel
 from petra.distributed.transport import (
@@ -38,68 +39,12 @@ from petra.schedule import Action
 
 UNUSED_TAG = 2**30
 """A tag that no message has."""
+INTERRUPT_INTERVAL = 0.05
+"""Seconds between two checks for an interruption while the rank waits."""
+THREADS_LIMIT, INTERRUPTED_LIMIT = 2.0, 0.1
+"""Seconds that the I/O threads have to end, at the end of a job and after an interruption."""
 
-
-class MessageBuffers:
-    """Memory for messages, which is reused as soon as no tensor refers to it."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
-
-    def empty(self, size: int) -> Tensor:
-        """Return a vector of bytes without values.
-
-        Args:
-            size: The number of bytes, at least 1.
-
-        Returns:
-            The vector.
-        """
-        free = self._free[size]
-        try:  # several threads take blocks
-            block = free.pop()
-        except IndexError:
-            block = torch.empty(size, dtype=torch.uint8, device="cpu")
-        # Every tensor in this memory keeps the array alive, and nothing else does.
-        array = block.numpy()
-        weakref.finalize(array, free.append, block).atexit = False
-        return torch.from_numpy(array)
-
-
-class SendBuffers:
-    """Messages in host memory that are sent again and again, each with other values.
-
-    Only the thread that trains calls it, and gives a message back when it has left.
-
-    Args:
-        pinned: Whether the memory is pinned.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: dict[MessageLayout, list[HostMessage]] = defaultdict(list)
-
-    def take(self, layout: MessageLayout) -> HostMessage:
-        """Return a message that nobody sends, without values.
-
-        Args:
-            layout: The layout of its tensors.
-
-        Returns:
-            The message.
-        """
-        free = self._free[layout]
-        if free:
-            return free.pop()
-        return HostMessage(layout, torch.empty(layout.size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned))
-
-    def give_back(self, message: HostMessage) -> None:
-        """Let a message be used again, which has left."""
-        self._free[message.layout].append(message)
-
-    def clear(self) -> None:
-        """Give the memory of messages that nobody sends back to the allocator."""
-        self._free.clear()
+Result = TypeVar("Result")
 
 
 class DeviceMessage:
@@ -140,6 +85,10 @@ class ProcessTransport(Transport):
     With gloo, messages pass through host memory, whatever the device of the network. Each has a header, and each gloo
     channel has a thread at both ends, which computes checksums and copies while the rank computes.
 
+    If a connection is closed while a part of a message has arrived or left, gloo still waits until its timeout. So
+    threads wait for gloo, and the rank waits for the threads. When the transport is interrupted, the rank no longer
+    waits, and threads that are stuck are left behind.
+
     Args:
         device: The device of the network.
         replicas: The number of pipelines that the processes form; it must divide the number of processes.
@@ -175,6 +124,8 @@ class ProcessTransport(Transport):
         self._timeout = timeout
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._interrupted = False
+        self.connecting = False
+        """True while this process connects to others, which nothing can interrupt."""
         self._opened = [dist.group.WORLD, mesh.get_group("pipeline"), self._replica_group]
         self._world_group = self._new_group(backend="gloo")
         self._flags_group = self._new_group(backend="gloo")
@@ -183,6 +134,8 @@ class ProcessTransport(Transport):
         self._io_threads: dict[tuple[str, int], IOThread] = {}
         # For each recent tick: receiving ranks, and functions that wait until the message has left.
         self._pending_sends: deque[list[tuple[int, Callable[[], None]]]] = deque([[]])
+        # The same for the ticks before, for which a thread waits.
+        self._leaving: deque[list[tuple[int, Callable[[], None]]]] = deque()
         _transports.add(self)
         self.latency = max(4, shape[0])
 
@@ -209,18 +162,46 @@ class ProcessTransport(Transport):
     def _new_group(self, processes: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         """Open a process group; all processes call it."""
         if self._interrupted:
-            raise LostRank(f"{self.position}: another generation of the job has begun")
-        group: dist.ProcessGroup = dist.new_group(processes, timeout=self._timeout, backend=backend)
+            raise self._interruption()
+        self.connecting = True
+        try:
+            group: dist.ProcessGroup = dist.new_group(processes, timeout=self._timeout, backend=backend)
+        finally:
+            self.connecting = False
         if isinstance(group, dist.ProcessGroup):  # this process is in it
             self._opened.append(group)
         return group
 
     def interrupt(self) -> None:
-        """Make all communication of this process fail from now on, also where a thread waits for it."""
+        """Make all communication of this process fail from now on, also where the rank waits for it."""
         self._interrupted = True
         for group in self._opened:
             if group is not None:
                 _close(group)
+
+    def wait_for(self, task: Task[Result]) -> Result:
+        """Wait for a task that communicates, unless the transport is interrupted.
+
+        Args:
+            task: The task of a thread.
+
+        Returns:
+            Its result.
+
+        Raises:
+            LostRank: If the transport is interrupted before the task has finished.
+        """
+        while not task.wait(INTERRUPT_INTERVAL):
+            if self._interrupted:
+                raise self._interruption()
+        return task.result()
+
+    def _interruption(self) -> LostRank:
+        return LostRank(f"{self.position}: another generation of the job has begun")
+
+    def _on_thread(self, communicate: Callable[[], Result]) -> Result:
+        """Call a function that waits for gloo in a thread, and wait for its result."""
+        return self.wait_for(self._io_thread("with", self.position.rank).submit(communicate))
 
     def send(self, to: int, action: Action, tensors: Template) -> None:
         layout = layout_of(tensors)
@@ -387,7 +368,7 @@ class ProcessTransport(Transport):
 
     def _wait_for_message(self, source: int, arrival: Task[HostMessage]) -> HostMessage:
         with self.activity.waiting(source):
-            return arrival.result()
+            return self.wait_for(arrival)
 
     def _post_receive(self, source: int, pieces: list[Tensor]) -> Callable[[], None]:
         """Post the receive of a message, and return a function that waits until it has arrived."""
@@ -415,42 +396,60 @@ class ProcessTransport(Transport):
         # A rank requests all receives of a tick before its first action; with gloo, a thread posts them in order. So
         # the messages of earlier ticks are received, and waiting for them cannot deadlock two ranks.
         self._pending_sends.append([])
-        while len(self._pending_sends) > self.max_unsent_ticks:
-            self._wait_for(self._pending_sends.popleft())
+        while len(self._pending_sends) > max(1, self.max_unsent_ticks - 1):
+            self._hand_over()  # a tick early, so that the rank rarely waits for the thread
+        while len(self._leaving) + len(self._pending_sends) > self.max_unsent_ticks:
+            self._wait_for_sends()
 
     def flush(self) -> None:
         while self._pending_sends:
-            self._wait_for(self._pending_sends.popleft())
+            self._hand_over()
+        while self._leaving:
+            self._wait_for_sends()
         self._pending_sends.append([])
+
+    def _hand_over(self) -> None:
+        """Let a thread wait for the messages of the oldest tick."""
+        sends = self._pending_sends.popleft()
+        if self._has_headers and sends:
+            thread = self._io_thread("sent", self.position.rank)
+            sends = [(to, partial(self.wait_for, thread.submit(wait))) for to, wait in sends]
+        self._leaving.append(sends)
+
+    def _wait_for_sends(self) -> None:
+        for to, wait in self._leaving.popleft():
+            with self.activity.waiting(to):
+                wait()
 
     def release_buffers(self) -> None:
         """Give the memory of messages that nothing uses any more back to the allocator."""
         self._buffers = MessageBuffers()
         self._send_buffers.clear()
 
-    def _wait_for(self, sends: list[tuple[int, Callable[[], None]]]) -> None:
-        for to, wait in sends:
-            with self.activity.waiting(to):
-                wait()
-
     def close_threads(self) -> None:
-        """End the I/O threads, including those that wait for messages that will never come."""
+        """End the I/O threads. Those that wait for messages which will never come are left behind."""
         for (direction, other), thread in self._io_threads.items():
             if direction == "from" and thread.busy:
                 _close(self._groups[other, self.position.rank])
-            thread.close(timeout=2.0)
+        close_threads(self._io_threads.values(), INTERRUPTED_LIMIT if self._interrupted else THREADS_LIMIT)
+        self._io_threads.clear()
 
     def gather(self, value: Any) -> list[Any]:
         text = json.dumps(value).encode()
         world = dist.get_world_size()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-        with self.activity.waiting(None), self._connected(None, "receive from"):
+
+        def exchange() -> list[Tensor]:
             dist.all_gather(lengths, torch.tensor([len(text)]), group=self._world_group)
             longest = int(max(lengths))
             texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
             own = torch.zeros(longest, dtype=torch.uint8)
             own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             dist.all_gather(texts, own, group=self._world_group)
+            return texts
+
+        with self.activity.waiting(None), self._connected(None, "receive from"):
+            texts = self._on_thread(exchange)
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
@@ -461,7 +460,10 @@ class ProcessTransport(Transport):
                 pending.append((bucket, vector, dist.all_reduce(vector, group=self._replica_group, async_op=True)))
             for bucket, vector, work in pending:
                 assert work is not None
-                work.wait()
+                if self._has_headers:
+                    self._on_thread(work.wait)
+                else:
+                    work.wait()  # the current stream waits, not the host
                 unflatten_into(vector.div_(self.position.replicas), bucket)
 
     def gather_to_main(self, source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -477,10 +479,10 @@ class ProcessTransport(Transport):
             message = tensor.view(-1).view(torch.uint8)  # gloo does not support all dtypes
             if rank == source:
                 with self.activity.waiting(last), self._connected(last, "send to"):
-                    dist.send(message, self._process(last), group=self._world_group)
+                    self._on_thread(partial(dist.send, message, self._process(last), self._world_group))
             else:
                 with self.activity.waiting(source), self._connected(source, "receive from"):
-                    dist.recv(message, self._process(source), group=self._world_group)
+                    self._on_thread(partial(dist.recv, message, self._process(source), self._world_group))
         return result if rank == last else {}
 
     def open_ring(self, to: tuple[int, int], source: tuple[int, int]) -> Ring:
@@ -503,11 +505,10 @@ class ProcessTransport(Transport):
         process = dist.get_rank()
         with self.activity.waiting(None):
             if process == source:
-                self._state_channel(self._world_group, to, None).send(state)
+                self._on_thread(partial(self._state_channel(self._world_group, to, None).send, state))
             elif process == to:
-                return self._state_channel(self._world_group, None, source).receive(
-                    [HostMemory() for _ in range(LARGEST)]
-                )
+                channel = self._state_channel(self._world_group, None, source)
+                return self._on_thread(partial(channel.receive, [HostMemory() for _ in range(LARGEST)]))
         return None
 
     def _state_channel(self, group: dist.ProcessGroup, to: int | None, source: int | None) -> StateChannel:
@@ -554,14 +555,18 @@ class ProcessTransport(Transport):
 
 def _close(group: dist.ProcessGroup) -> None:
     """Close the connections of a process group, also where a thread waits for one of them."""
-    if group.size() == 1:
-        return
     if "nccl" in group.name():
         group.abort()
-    with suppress(RuntimeError):
-        # Gloo closes all connections of a group when one receive times out.
-        other = (group.rank() + 1) % group.size()
-        group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
+    for other in range(group.size()):
+        if other == group.rank():
+            continue
+        try:
+            # Gloo closes all connections of a group when one receive times out.
+            group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return
+            # This process is gone.
 
 
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()

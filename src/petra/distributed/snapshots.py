@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from petra.distributed.io_thread import IOThread, Task
+from petra.distributed.io_thread import IOThread, Task, close_threads
 from petra.distributed.membership import Membership
 from petra.distributed.packed_state import HostMemory, PackedState, StatePacker
-from petra.distributed.process_transport import ProcessTransport
+from petra.distributed.process_transport import INTERRUPTED_LIMIT, ProcessTransport
 from petra.distributed.state_exchange import Ring
 from petra.distributed.transport import RankPosition, Transport
 
@@ -121,8 +121,7 @@ class Snapshots:
         """Forget the generation; a snapshot that is not complete is kept, because others may have completed it."""
         if self._ring is not None:
             self._ring.close()
-        for thread in self._threads or ():
-            thread.close(timeout=2.0)
+        close_threads(self._threads or (), INTERRUPTED_LIMIT)
         if self.pending is not None and not all(task.done() and not task.exception() for task in self._tasks):
             self.pending.parts = {part: state for part, state in self.pending.parts.items() if part == self._own}
         self._transport, self._ring, self._threads = None, None, None
@@ -150,7 +149,7 @@ class Snapshots:
         overdue = tick - (0 if self.complete is None else self.complete.tick) >= self.every
         if overdue:  # all processes wait, so that no more ticks have to be repeated
             for task in self._tasks:
-                task.result()
+                self._transport.wait_for(task)
         self._answers.append(self._transport.maximum_async([0.0 if self._sent() else 1.0]))
         # Otherwise, the answers are read a few ticks later, so that nobody waits for them.
         while len(self._answers) > (0 if overdue else self._delay):

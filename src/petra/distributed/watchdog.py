@@ -18,9 +18,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from petra.distributed.membership import Membership, Roster
@@ -39,6 +41,8 @@ SILENCE_LIMIT = 3.0
 """Seconds of silence after which a process counts as dead, once something has gone wrong."""
 STORE_LIMIT = 30.0
 """Seconds without an answer of the store after which it counts as lost, if the timeout is not longer."""
+CONNECT_PATIENCE = 3.0
+"""Seconds that a process may still connect after the generation is over; nothing interrupts it."""
 GENERATION_INTERVAL = 0.1
 """Seconds between two polls for a new generation."""
 DIAGNOSIS_TIMEOUT = 3 * SILENCE_LIMIT
@@ -67,6 +71,8 @@ class Generation:
     """The processes of this generation."""
     interrupt: Callable[[], None]
     """Makes the communication of this process fail, so that it joins the next generation."""
+    connecting: Callable[[], bool]
+    """Returns whether this process is connecting to others, which `interrupt` does not end."""
 
 
 class Watchdog:
@@ -162,10 +168,7 @@ class Watchdog:
         while not self._wait():
             try:
                 if self._is_over():
-                    assert self._generation is not None
-                    self._generation.interrupt()
-                    if not self._closing.wait(self._timeout):  # it is stuck in something else
-                        self._generation.membership.replace_this_process()
+                    self._leave_generation()
                     return
                 self._poll()
                 failure = self._failure_of_others()
@@ -179,6 +182,22 @@ class Watchdog:
             if failure is not None and not self._closing.wait(2 * INTERVAL):
                 # Another process has reported a failure. This one may wait for a message that will never come.
                 self._exit(1)
+
+    def _leave_generation(self) -> None:
+        """Interrupt communication, and end this process if it is stuck in something else."""
+        generation, seconds = self._generation, 0.0
+        assert generation is not None
+        generation.interrupt()
+        while not self._closing.wait(self._interval):
+            seconds += self._interval
+            limit = min(CONNECT_PATIENCE, self._timeout) if generation.connecting() else self._timeout
+            if seconds >= limit:
+                name = self._names[self._process]
+                where = f"in {_describe(self._activity.tick, self._activity.what, None)} ({_calls_of_main_thread()})"
+                generation.membership.replace_this_process(
+                    f"{name} has not noticed for {seconds:.0f} s that a process was lost, {where}: it is replaced"
+                )
+                return
 
     def _connects_again(self) -> bool:
         """Ask for another generation, in which all connections are new; return whether the store still answers."""
@@ -306,3 +325,10 @@ class Watchdog:
 
 def _describe(tick: int, what: str, waiting_for: int | None) -> str:
     return f"tick {tick}, {what}" + (f", waiting for rank {waiting_for}" if waiting_for is not None else "")
+
+
+def _calls_of_main_thread() -> str:
+    """Return the innermost calls of the main thread, for a message."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls = traceback.extract_stack(frame)[-4:] if frame is not None else []
+    return ", ".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls)

@@ -1,0 +1,129 @@
+"""A rank that is interrupted does not wait for a message of which a part has arrived or left."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import fork_server
+
+from petra.distributed import LostRank, ProcessTransport
+from petra.distributed.io_thread import IOThread, Task, close_threads
+from petra.distributed.packed_state import StatePacker
+from petra.pipeline.message_layout import layout_of
+from petra.schedule import Action, Kind
+
+LIMIT = 60
+LARGE = 2**24
+"""Elements of 4 bytes, more than the buffers of the system hold."""
+ACTION = Action(0, Kind.FORWARD, 0)
+
+
+def send(transport, other):
+    transport.send(other, ACTION, (torch.ones(LARGE),))
+    transport.flush()
+
+
+def receive(transport, other):
+    transport.receive(other, ACTION, layout_of((torch.ones(LARGE),)))()
+
+
+def states(first, second):
+    """Return functions that move a state from one process to another, for both of them."""
+    state = [StatePacker().pack({"weights": torch.ones(LARGE)})]
+    move = lambda transport, _: transport.move_state(state, first, second)  # noqa: E731
+    return move, move
+
+
+def average(transport, other):
+    transport.average([torch.ones(LARGE)])
+
+
+CASES = {
+    "receive": lambda: (receive, send),
+    "send": lambda: (send, receive),
+    "receive a state": lambda: states(1, 0),
+    "send a state": lambda: states(0, 1),
+    "average": lambda: (average, average),
+}
+
+
+def stop_while_data_moves():
+    """Stop this process when the system buffers much of a message."""
+    while True:
+        descriptors = Path("/proc/self/fd").iterdir()
+        sockets = {os.readlink(path) for path in descriptors if path.is_symlink()}
+        for line in [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]:
+            fields = line.split()
+            buffered = [int(number, 16) for number in fields[4].split(":")]
+            if f"socket:[{fields[9]}]" in sockets and max(buffered) > 2**16:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def interrupt_when_stopped(transport, pid):
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        time.sleep(0.01)
+    transport.interrupt()
+
+
+def rank(number, path, name):
+    """Rank 1 stops while it communicates; rank 0 is interrupted then."""
+    replicas = 2 if name == "average" else 1
+    dist.init_process_group("gloo", f"file://{path}", rank=number, world_size=2, timeout=timedelta(seconds=LIMIT))
+    transport = ProcessTransport(replicas=replicas, timeout=timedelta(seconds=LIMIT))
+    if replicas == 1:
+        transport.connect([(0, 1), (1, 0)])
+    communicate = CASES[name]()[number]
+    pid = path.with_name("pid")
+    if number == 1:
+        pid.write_text(str(os.getpid()))
+    transport.gather(None)
+    if number == 1:
+        threading.Thread(target=stop_while_data_moves).start()
+        communicate(transport, 0)
+        os._exit(1)
+    threading.Thread(target=interrupt_when_stopped, args=(transport, int(pid.read_text()))).start()
+    with pytest.raises(LostRank, match=r"another generation|cannot"):
+        communicate(transport, 1)
+    transport.close_threads()
+    dist.destroy_process_group()
+    os._exit(0)  # a thread still waits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_message_that_has_moved_in_part(name, tmp_path):
+    processes = [fork_server.start(rank, number, tmp_path / "store", name) for number in range(2)]
+    try:
+        processes[0].join(LIMIT / 2)
+        assert processes[0].exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_threads_are_left_behind_together():
+    gate = threading.Event()
+    threads = [IOThread(f"waits {number}") for number in range(5)]
+    for thread in threads:
+        thread.submit(lambda: gate.wait(LIMIT))
+    began = time.monotonic()
+    close_threads(threads, 0.2)
+    assert 0.2 <= time.monotonic() - began < 0.8
+    gate.set()
+    for thread in threads:
+        thread.close(LIMIT)
+        assert not thread._thread.is_alive()
+
+
+def test_a_task_is_waited_for_in_parts():
+    task = Task(lambda: 5)
+    assert not task.wait(0.01)
+    task.run()
+    assert task.wait(0.01)
+    assert task.result() == 5
