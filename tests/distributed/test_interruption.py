@@ -53,16 +53,27 @@ CASES = {
 }
 
 
-def stop_while_data_moves():
-    """Stop this process when the system buffers much of a message."""
-    while True:
-        descriptors = Path("/proc/self/fd").iterdir()
-        sockets = {os.readlink(path) for path in descriptors if path.is_symlink()}
-        for line in [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]:
-            fields = line.split()
-            buffered = [int(number, 16) for number in fields[4].split(":")]
-            if f"socket:[{fields[9]}]" in sockets and max(buffered) > 2**16:
-                os.kill(os.getpid(), signal.SIGSTOP)
+def stopping_after(function):
+    """Return a function that starts to move data and then stops this process, long before all data has moved."""
+
+    def wrapped(*arguments, **options):
+        found = function(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return found
+
+    return wrapped
+
+
+def stop_while_data_moves(groups):
+    """Stop this process in the middle of the first large message."""
+    groups.post_send, groups.post_receive = stopping_after(groups.post_send), stopping_after(groups.post_receive)
+    dist.all_reduce = stopping_after(dist.all_reduce)
+    for blocking, starts in (("send", stopping_after(dist.isend)), ("recv", stopping_after(dist.irecv))):
+        small = getattr(dist, blocking)
+        choose = lambda tensor, *rest, small=small, starts=starts, **more: (  # noqa: E731
+            small if tensor.nbytes < LARGE else starts
+        )(tensor, *rest, **more)
+        setattr(dist, blocking, choose)
 
 
 def interrupt_when_stopped(transport, pid):
@@ -84,7 +95,8 @@ def rank(number, path, name):
         pid.write_text(str(os.getpid()))
     transport.gather(None)
     if number == 1:
-        threading.Thread(target=stop_while_data_moves).start()
+        stop_while_data_moves(transport.groups)
+        time.sleep(0.2)  # until the other rank has posted its receive
         communicate(transport, 0)
         os._exit(1)
     threading.Thread(target=interrupt_when_stopped, args=(transport, int(pid.read_text()))).start()

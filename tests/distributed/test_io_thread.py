@@ -90,7 +90,7 @@ def group_with(**operations):
 def test_receives_are_posted_while_earlier_ones_wait(transport, monkeypatch):
     posted, arrived = SimpleQueue(), threading.Event()
     work = SimpleNamespace(wait=lambda: arrived.wait(60))
-    transport._groups[0, 0] = group_with(recv=lambda tensors, *_: (posted.put(tensors), work)[1])
+    transport.groups.pairs[0, 0] = group_with(recv=lambda tensors, *_: (posted.put(tensors), work)[1])
     for number in range(3):
         transport.receive(0, Action(0, Kind.FORWARD, number), layout_of((torch.ones(5),)))
     try:
@@ -103,7 +103,7 @@ def test_receives_are_posted_while_earlier_ones_wait(transport, monkeypatch):
 def test_the_memory_of_a_message_is_used_again_when_it_has_left(transport):
     sent, may_leave = SimpleQueue(), threading.Event()
     work = SimpleNamespace(wait=lambda: may_leave.wait(60))
-    transport._groups[0, 0] = group_with(send=lambda tensors, *_: (sent.put(tensors[0]), work)[1])
+    transport.groups.pairs[0, 0] = group_with(send=lambda tensors, *_: (sent.put(tensors[0]), work)[1])
     message = layout_of((torch.ones(5),)).pack((torch.ones(5),))
 
     def send():
@@ -143,7 +143,7 @@ def test_an_error_while_a_receive_is_posted_is_raised_when_it_is_waited_for(tran
     def fails(*_):
         raise RuntimeError("the connection is closed")
 
-    transport._groups[0, 0] = group_with(recv=fails)
+    transport.groups.pairs[0, 0] = group_with(recv=fails)
     arrival = transport.receive(0, Action(0, Kind.FORWARD, 0), layout_of((torch.ones(5),)))
     with pytest.raises(LostRank, match=r"cannot receive from rank 0 \(the connection is closed\)"):
         arrival()
@@ -152,7 +152,7 @@ def test_an_error_while_a_receive_is_posted_is_raised_when_it_is_waited_for(tran
 @pytest.mark.parametrize(("ticks", "waited_for"), [(2, [0, 1, 2]), (3, [0, 1])])
 def test_as_many_ticks_may_send_as_messages_need(transport, ticks, waited_for):
     transport.max_unsent_ticks, waited = ticks, []
-    transport.wait_for = lambda task: waited.append(task.result())
+    transport.groups.wait_for = lambda task: waited.append(task.result())
     for tick in range(5):
         transport.begin_tick()
         transport._pending_sends[-1].append((0, lambda tick=tick: tick))

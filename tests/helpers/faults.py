@@ -134,15 +134,15 @@ def _fail(trainer: Trainer, kind: str) -> None:
 
 
 def _corrupt_next(transport: ProcessTransport) -> None:
-    post = transport._post
+    post = transport.groups.post_send
 
     def damaged(to: int, pieces: list[Tensor]) -> Callable[[], None]:
         (message,) = pieces
         message[HEADER_BYTES + 1] += 1
-        transport._post = post  # type: ignore[method-assign]
+        transport.groups.post_send = post  # type: ignore[method-assign]
         return post(to, pieces)
 
-    transport._post = damaged  # type: ignore[method-assign]
+    transport.groups.post_send = damaged  # type: ignore[method-assign]
 
 
 class FullDisk:

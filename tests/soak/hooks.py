@@ -63,13 +63,13 @@ def _once(trainer: Trainer, instead: Callable[[Callable[[], Callable[[], None]]]
     """Do something else with the next message than to send it."""
     transport = trainer.transport
     assert isinstance(transport, ProcessTransport)
-    post = transport._post
+    post = transport.groups.post_send
 
     def changed(to: int, pieces: list[Tensor]) -> Callable[[], None]:
-        transport._post = post  # type: ignore[method-assign]
+        transport.groups.post_send = post  # type: ignore[method-assign]
         return instead(lambda: post(to, pieces))
 
-    transport._post = changed  # type: ignore[method-assign]
+    transport.groups.post_send = changed  # type: ignore[method-assign]
 
 
 def _lose(trainer: Trainer, seconds: float) -> None:

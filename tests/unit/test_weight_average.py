@@ -36,7 +36,7 @@ def test_averages_follow_every_update(options):
         for stage in trainer.stages:
             if trainer.updates[stage.index] == before[stage.index]:
                 continue
-            for name, value in trainer._network_of(stage.index).items():
+            for name, value in trainer._networks()[stage.index].items():
                 if value.is_floating_point():
                     expected[name] = torch.lerp(expected[name], value, 1 - 0.8)
                 else:

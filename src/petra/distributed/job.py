@@ -18,7 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 from petra.distributed.host_message import BadMessage
 from petra.distributed.membership import Membership, Roster
 from petra.distributed.parent_death import continue_when_parent_dies
-from petra.distributed.process_transport import LostRank, ProcessTransport
+from petra.distributed.process_groups import LostRank
+from petra.distributed.process_transport import ProcessTransport
 from petra.distributed.transport import SingleProcess, Transport
 from petra.distributed.watchdog import CONNECT_PATIENCE, DIAGNOSIS_TIMEOUT, GENERATION_INTERVAL, Generation, Watchdog
 
@@ -130,7 +131,11 @@ def join(
     names = [str(position) for position in transport.positions()]
     # The watchdog needs its own connection, because the process group blocks its connection while it waits.
     watchdog_store = PrefixStore(prefix, connect_store(limit)[0])
-    watched = None if generation is None else Generation(*generation, transport.interrupt, lambda: transport.connecting)
+    watched = (
+        None
+        if generation is None
+        else Generation(*generation, transport.interrupt, lambda: transport.groups.connecting)
+    )
     watchdog = Watchdog(watchdog_store, process_number(), names, transport.activity, timeout, generation=watched)
     leaving: BaseException | None = None
     try:

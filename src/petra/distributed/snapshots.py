@@ -18,7 +18,8 @@ from typing import Any
 from petra.distributed.io_thread import IOThread, Task, close_threads
 from petra.distributed.membership import Membership
 from petra.distributed.packed_state import HostMemory, PackedState, StatePacker
-from petra.distributed.process_transport import INTERRUPTED_LIMIT, ProcessTransport
+from petra.distributed.process_groups import INTERRUPTED_LIMIT
+from petra.distributed.process_transport import ProcessTransport
 from petra.distributed.state_exchange import Ring
 from petra.distributed.transport import RankPosition, Transport
 

@@ -274,8 +274,9 @@ class Trainer:
         self.ema = ema
         """The decay of averaged weights; None if there are none."""
         if ema is not None:
+            networks = self._networks()
             for stage in built:
-                stage.ema = WeightAverage(ema, weight_owner(network), self._network_of(stage.index).keys())
+                stage.ema = WeightAverage(ema, weight_owner(network), networks[stage.index].keys())
         for stage in built:
             stage.free_gradients = free_gradients and self.executor.capture is None
         advised = self.method.stale and position.is_main and self.device.type != "meta"  # one process warns
@@ -527,7 +528,7 @@ class Trainer:
             ValueError: If a module has extra state that is not a tensor.
         """
         with self.transport.raise_on_all_ranks():
-            own = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            own = self._networks()
             if average:
                 self._check_averages()
                 for one in self.stages:
@@ -551,9 +552,9 @@ class Trainer:
             `copy.deepcopy` to keep a state in memory.
         """
         executor = self.executor.state_dict()
-        stages = {}
+        stages, networks = {}, self._networks()
         for stage in self.stages:
-            weights = states.save_weights(stage, self._network_of(stage.index), self._names)
+            weights = states.save_weights(stage, networks[stage.index], self._names)
             # Between two updates, replicas have running statistics of their own.
             flight = {
                 **stage.in_flight_state_dict(),
@@ -581,7 +582,7 @@ class Trainer:
                         f"use the same {name}, or load_drained() with a state that was taken after drain()"
                     )
             states.check_stages(state, [stage.index for stage in self.stages])
-            networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            networks = self._networks()
             for stage in self.stages:
                 weights = state["stages"][stage.index]["weights"]
                 states.check_network(networks[stage.index], weights["network"])
@@ -615,7 +616,7 @@ class Trainer:
             states.check_stages(state, range(len(state["layout"]["stages"])))
             saved = [one["weights"] for one in state["stages"].values()]
             network = {name: value for one in saved for name, value in one["network"].items()}
-            networks = {stage.index: self._network_of(stage.index) for stage in self.stages}
+            networks = self._networks()
             for stage in self.stages:
                 states.check_network(networks[stage.index], network)
                 states.check_weights(stage, saved, self._names)
@@ -631,7 +632,10 @@ class Trainer:
         if self._advisor is not None:
             self._advisor.resumed()
 
-    def _network_of(self, stage: int) -> dict[str, Any]:
-        """Return a stage's part of the state. Entries of the network itself are in the first stage."""
-        found = self.network.state_dict()
-        return {name: value for name, value in found.items() if self._stage_of.get(name, 0) == stage}
+    def _networks(self) -> dict[int, dict[str, Any]]:
+        """Return each own stage's part of the state of the network. Entries of the network itself are in stage 0."""
+        parts: dict[int, dict[str, Any]] = {stage.index: {} for stage in self.stages}
+        for name, value in self.network.state_dict().items():
+            if (stage := self._stage_of.get(name, 0)) in parts:
+                parts[stage][name] = value
+        return parts
