@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from petra import METHODS, Network, ReversibleBlock, ReversibleResidual
+from petra import METHODS, Network, ReversibleBlock, ReversibleResidual, Trainer
 from petra.cli import plan_benchmark
 from petra.cli.main import main
 from petra.cli.parser import build_parser
@@ -40,9 +40,11 @@ from petra.measure import (
     tick_seconds,
 )
 from petra.measure.partition_search import PartitionSearch, total_bytes
+from petra.optim import hidden_matrices
 from petra.pipeline import partition
 from petra.reversible.storage import expand_storages
 from petra.schedule import DecoupledSchedule, GPipeSchedule, SequentialSchedule, lock_step, low_staleness
+from petra.trainer.loss import cross_entropy as training_loss
 
 pytestmark = pytest.mark.slow
 
@@ -232,6 +234,44 @@ def test_predicted_memory_is_that_of_a_real_run(method, ranks):
     assert first == 4
 
 
+TINY_GPT = ["--model", "gpt", "--width", "16", "--depth", "2", "--heads", "2", "--seq-len", "4", "--batch-size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        (["sgd"], lambda matrices, hidden, others: matrices + others),
+        (["adamw"], lambda matrices, hidden, others: 2 * (matrices + others)),
+        (["adamw", "--optimizer-state", "bf16"], lambda matrices, hidden, others: matrices + others),  # of two bytes
+        (["nadamw"], lambda matrices, hidden, others: 2 * (matrices + others)),
+        (["muon"], lambda matrices, hidden, others: hidden + 2 * (matrices - hidden + others)),
+        (["soap"], lambda matrices, hidden, others: 2 * (matrices + others)),  # and more
+    ],
+    ids=lambda options: "-".join(options) if isinstance(options, list) else "",
+)
+def test_the_state_of_any_optimizer_is_predicted(options, values):
+    arguments = ["plan", *TINY_GPT, "--ranks", "1", "--method", "backprop", "--optimizer", *options]
+    config = PlanConfig.from_options(build_parser().parse_args(arguments))
+    inputs, targets = config.batch()
+    settings = {"loss": training_loss, "optimizer": config.make_optimizer}
+    trainer = Trainer(config.network(), method="backprop", stages=1, **settings)
+    trainer.step(inputs, targets)
+    (stage,) = trainer.stages
+    states = [x for state in stage.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    layers = list(config.network())
+    estimator = MemoryEstimator(layers, METHODS["backprop"], (inputs,), targets, **settings)
+    (found,) = estimator.memory([range(len(layers))], 0, trainer.schedule)
+    assert found.optimizer == sum(x.nbytes for x in states)
+    matrices = sum(p.numel() for p in trainer.network.parameters() if p.ndim > 1)
+    others = sum(p.numel() for p in trainer.network.parameters() if p.ndim <= 1)
+    hidden = sum(p.numel() for p in hidden_matrices(trainer.network))
+    assert 0 < hidden < matrices
+    least = 4 * values(matrices, hidden, others)
+    assert least <= found.optimizer
+    if options != ["soap"]:
+        assert found.optimizer <= least + 1024  # numbers of steps
+
+
 def real_memory(network, storage, stages, transport):
     """The bytes of this rank in a full reversible pipeline."""
     network = deepcopy(network)
@@ -304,11 +344,13 @@ def test_layers_are_stored_for_a_limit_and_with_reversible_only(method, limit):
     assert plan(made_up(1, 1, 1, 1, 1, 1), method=method, ranks=2, memory_limit=limit).storage == []
 
 
-def test_the_storage_is_among_the_options_to_train_with():
+def test_storage_and_optimizer_are_among_the_options_to_train_with():
     arguments = ["plan", "--model", "revnet18", "--ranks", "2", "--method", "reversible", "--no-run"]
+    arguments += ["--optimizer", "adamw", "--optimizer-state", "bf16"]
     config = PlanConfig.from_options(build_parser().parse_args(arguments))
     found = Plan([5, 5], [0, 1], [1.0, 1.0], 1.0, 2.0, [0], [0], [0, 0], ["4*store", "6*reconstruct"])
-    assert report(config, found, None).endswith("--ranks 2 --stages 5,5 --storage 4*store,6*reconstruct")
+    options = "--ranks 2 --stages 5,5 --storage 4*store,6*reconstruct"
+    assert report(config, found, None).endswith(f" --optimizer adamw --optimizer-state bf16 {options}")
 
 
 def test_the_memory_of_a_later_rank_includes_its_graph():
@@ -500,6 +542,8 @@ def test_an_error_of_a_rank_is_one_line(capfd, monkeypatch):
         (["--ranks", "2", "--latency", "1", "--schedule", "lock-step"], "leave --schedule out"),
         (["--ranks", "2", "--bandwidth", "1", "--method", "backprop"], "but backprop has none: choose a pipelined"),
         (["--ranks", "2", "--bandwidth", "0"], "--bandwidth is 0.0: give more than 0"),
+        (["--ranks", "2", "--optimizer", "rmsprop"], "--optimizer is 'rmsprop': choose from sgd"),
+        (["--ranks", "2", "--optimizer-state", "bf16"], "--optimizer-state bf16 is for adamw, not for sgd"),
         (["--ranks", "2", "--method", "backprop", "--schedule", "lock-step"], "backprop computes exact gradients"),
     ],
 )

@@ -93,7 +93,7 @@ def _config(options: argparse.Namespace, method: str, stages: int) -> PlanConfig
     asked = options.schedule
     schedule = asked if asked is not None and accepts(methods.find(method), asked) else None
     others: dict[str, Any] = {"ranks": 1, "accumulate": 1, "memory_limit": None, "ticks": 1, "no_run": True}
-    others |= {"latency": 0.0, "bandwidth": None}
+    others |= {"latency": 0.0, "bandwidth": None, "optimizer": "sgd", "optimizer_state": "float32"}
     return PlanConfig.from_options(
         argparse.Namespace(**{**vars(options), **others, "method": method, "schedule": schedule, "stages": stages})
     )
@@ -107,7 +107,7 @@ def count(config: PlanConfig) -> list[int]:
     trainer = Trainer(
         network,
         loss=cross_entropy,
-        optimizer=lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+        optimizer=config.make_optimizer,
         method=config.method,
         stages=config.stages or 1,
         schedule=config.schedule,

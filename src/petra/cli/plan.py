@@ -22,6 +22,7 @@ from petra.runs.option_fields import check_values, like, option, options_of, spe
 from petra.runs.run_folder import check_not_folder
 from petra.runs.run_options import TRAINING, RunOptions
 from petra.trainer import checkpoint
+from petra.trainer.optimizers import OPTIMIZERS
 
 _CHECK = "check"
 
@@ -36,6 +37,10 @@ class PlanOptions(InputOptions):
     method: str = like(RunOptions, "method")
     schedule: str | list[int] | None = like(RunOptions, "schedule")
     accumulate: int = like(RunOptions, "accumulate")
+    optimizer: str = like(
+        RunOptions, "optimizer", help="optimizer of every stage, which needs time and memory", choices=OPTIMIZERS
+    )
+    optimizer_state: str = like(RunOptions, "optimizer_state")
     memory_limit: float | None = option(
         None,
         help="memory of a rank. With method reversible, a rank stores the activations of as many layers as fit",
@@ -140,6 +145,10 @@ def report(
         options += f" --schedule {spell(config.schedule)}"
     elif in_flight is not None:
         options += f" --schedule {spell(in_flight[0]['in_flight'])}"
+    if config.optimizer != "sgd":
+        options += f" --optimizer {config.optimizer}"
+    if config.optimizer_state != "float32":
+        options += f" --optimizer-state {config.optimizer_state}"
     lines = [
         f"{config.model} with {config.method} on {config.ranks} ranks, {len(plan.stages)} stages of {stages} layers; "
         f"micro-batches of {config.batch_size}, {config.threads} threads per rank",

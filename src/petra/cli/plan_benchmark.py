@@ -7,6 +7,7 @@ import signal
 import statistics
 import sys
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from petra import methods
@@ -42,8 +42,9 @@ from petra.reversible.storage import expand_storages
 from petra.schedule import Action, AsyncSchedule, Kind, lock_step, low_staleness
 from petra.trainer import Trainer
 from petra.trainer.loss import cross_entropy
-from petra.trainer.optimizers import sgd
 from petra.trainer.schedules import choose_schedule
+from petra.trainer.stability import StalenessWarning
+from petra.trainer.validation import NotReversibleWarning
 
 ERROR = "error.json"
 PATIENCE = timedelta(minutes=5)
@@ -83,6 +84,8 @@ def spawn_ranks(config: PlanConfig, folder: Path) -> None:
 def _work(rank: int, config: PlanConfig, folder: str) -> None:
     """The main function of a rank."""
     torch.set_num_threads(config.threads)
+    for category in (NotReversibleWarning, StalenessWarning):  # nothing is trained here; `petra train` warns
+        warnings.simplefilter("ignore", category)
     try:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=config.ranks, timeout=PATIENCE)
         transport = ProcessTransport(timeout=PATIENCE)
@@ -177,9 +180,6 @@ class Rank:
         if self.rank == 0 and not self.config.quiet:
             print(f"petra plan: {text} …", file=sys.stderr, flush=True)
 
-    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return sgd(parameters, lr=1e-3, weight_decay=1e-4)  # too small to diverge on random data
-
     def profile(self, network: Network, method: Method, alone: bool = False) -> Profile:
         """Time the layers on all ranks at the same time, because they slow each other down, or on one rank only."""
         dist.barrier()
@@ -191,7 +191,7 @@ class Rank:
                 (self.inputs,),
                 self.targets,
                 loss=cross_entropy,
-                optimizer=self.optimizer,
+                optimizer=self.config.make_optimizer,
                 repeats=5 if alone else 10,
             )
         profiles = self.transport.gather(None if found is None else found.to_json())
@@ -260,7 +260,7 @@ class Rank:
             inputs=(self.inputs,),
             targets=self.targets,
             loss=cross_entropy,
-            optimizer=self.optimizer,
+            optimizer=config.make_optimizer,
             basic=other,
             link=link,
             memory_limit=config.memory_limit,
@@ -293,7 +293,7 @@ class Rank:
         trainer = Trainer(
             network,
             loss=cross_entropy,
-            optimizer=self.optimizer,
+            optimizer=self.config.make_optimizer,
             method=method,
             stages=plan.stages,
             accumulate=k,

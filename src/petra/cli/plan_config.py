@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from petra import methods
 from petra.cli.device import cores
 from petra.cli.options import model_options
 from petra.data import text as text_data
+from petra.optim import hidden_matrices
 from petra.pipeline import partition
 from petra.reversible import Network
 from petra.runs.model_arguments import accepted, build_network, check_options, network_arguments
 from petra.runs.option_fields import like, option
 from petra.runs.run_options import MODEL, RunOptions
 from petra.schedule import PipelineSchedule
+from petra.trainer import optimizers
 from petra.trainer.schedules import choose_schedule
 
 DEFAULT_IMAGE = (3, 32, 32)
@@ -93,6 +96,8 @@ class PlanConfig:
     method: str
     schedule: str | list[int] | None
     accumulate: int
+    optimizer: str
+    optimizer_state: str
     ranks: int
     stages: int | list[int] | None
     memory_limit: int | None
@@ -138,6 +143,8 @@ class PlanConfig:
             method=options.method,
             schedule=options.schedule,
             accumulate=options.accumulate,
+            optimizer=options.optimizer,
+            optimizer_state=options.optimizer_state,
             ranks=options.ranks,
             stages=options.stages,
             memory_limit=None if options.memory_limit is None else int(options.memory_limit * 2**20),
@@ -149,6 +156,7 @@ class PlanConfig:
             latency=options.latency / 1e3,
             bandwidth=None if options.bandwidth is None else options.bandwidth * 1e9 / 8,
         )
+        optimizers.check_state(config.optimizer, config.optimizer_state)
         with torch.device("meta"):
             layers = len(config.network())
         cuts = partition(layers, config.ranks if config.stages is None else config.stages)
@@ -161,6 +169,27 @@ class PlanConfig:
         """Return the network, with the same weights on every rank."""
         torch.manual_seed(0)
         return build_network(self.model, self.model_options)
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of a stage; its learning rate is too small to diverge on random data."""
+        lr, decay = 1e-3 if self.optimizer == "sgd" else 1e-5, 1e-4
+        match self.optimizer:
+            case "adamw":
+                return optimizers.adamw(parameters, lr=lr, weight_decay=decay, state=self.optimizer_state)
+            case "nadamw":
+                return optimizers.nadamw(parameters, lr=lr, weight_decay=decay)
+            case "soap":
+                return optimizers.soap(parameters, lr=lr, weight_decay=decay)
+            case "muon":
+                hidden = {p for p in parameters if p.shape in self._hidden_shapes}
+                return optimizers.muon(parameters, hidden=hidden, lr=lr, weight_decay=decay)
+        return optimizers.sgd(parameters, lr=lr, weight_decay=decay)
+
+    @cached_property
+    def _hidden_shapes(self) -> set[torch.Size]:
+        """The shapes of the matrices that Muon orthogonalises: layers are measured in copies of the network."""
+        with torch.device("meta"):
+            return {matrix.shape for matrix in hidden_matrices(self.network())}
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a micro-batch of random data."""

@@ -19,7 +19,6 @@ from petra.runs.option_fields import flag_of, option, options_of
 from petra.simulation import Cluster, Cycle, LinkSpeed, Simulation, StageCosts, draw_timeline, simulate
 from petra.trainer import checkpoint
 from petra.trainer.loss import cross_entropy
-from petra.trainer.optimizers import sgd
 
 SIMULATION = "simulation"
 _ROWS = 8
@@ -171,7 +170,7 @@ def _costs(config: PlanConfig, teraflops: float | None) -> tuple[list[range], li
     inputs, targets = config.batch()
     parts: dict[str, Any] = {
         "loss": cross_entropy,
-        "optimizer": lambda parameters: sgd(parameters, lr=1e-3, weight_decay=1e-4),
+        "optimizer": config.make_optimizer,
     }
     with torch.device("meta"):
         network = list(config.network())

@@ -356,13 +356,7 @@ class RunConfig(RunOptions):
             )
         if self.optimizer not in OPTIMIZERS:
             self.make_optimizer([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])
-        if self.optimizer_state != "float32" and self.optimizer != "adamw":
-            raise ValueError(
-                f"--optimizer-state {self.optimizer_state} is for adamw, not for {self.optimizer}: "
-                "add --optimizer adamw, or leave it out"
-            )
-        if self.optimizer_state == "8bit":
-            optimizers.adamw_8bit()
+        optimizers.check_state(self.optimizer, self.optimizer_state)
         if self.clip == "global" and self.clip_norm is None:
             raise ValueError("--clip is global, but there is no --clip-norm: add it, or leave --clip out")
         if not self.nesterov and self.optimizer != "sgd":

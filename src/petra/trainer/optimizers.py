@@ -51,6 +51,24 @@ def adamw(
     return torch.optim.AdamW(groups, lr, betas=betas, fused=_fused(parameters))
 
 
+def check_state(optimizer: str, state: str) -> None:
+    """Check that an optimizer can keep its moments in one of the `STATES`.
+
+    Args:
+        optimizer: The name of the optimizer.
+        state: The name of the dtype.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if state != "float32" and optimizer != "adamw":
+        raise ValueError(
+            f"--optimizer-state {state} is for adamw, not for {optimizer}: add --optimizer adamw, or leave it out"
+        )
+    if state == "8bit":
+        adamw_8bit()
+
+
 def adamw_8bit() -> Any:
     """Return the class `AdamW8bit` of torchao, a package that is not always installed.
 
