@@ -149,7 +149,7 @@ def test_an_error_while_a_receive_is_posted_is_raised_when_it_is_waited_for(tran
         arrival()
 
 
-@pytest.mark.parametrize(("ticks", "waited_for"), [(2, [0, 1, 2]), (3, [0, 1])])
+@pytest.mark.parametrize(("ticks", "waited_for"), [(1, [0, 1, 2, 3]), (2, [0, 1, 2]), (3, [0, 1])])
 def test_as_many_ticks_may_send_as_messages_need(transport, ticks, waited_for):
     transport.max_unsent_ticks, waited = ticks, []
     transport.groups.wait_for = lambda task: waited.append(task.result())

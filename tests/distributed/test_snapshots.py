@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import signal
+import sys
 import threading
 from collections import Counter, deque
 from concurrent.futures import Future
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import fork_server
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -238,7 +241,17 @@ def test_other_ranks_need_the_parts_of_all_ranks():
     assert needed(RankPosition(1, 2, 1, 2), 3, 2) == [(0, 1), (1, 1), (2, 1)]
 
 
+def replace_without_stderr():
+    sys.stderr.close()
+    Membership(DictStore(), 0).replace_this_process("rank 0 is stuck")
+
+
 class TestMembership:
+    def test_a_process_is_replaced_even_if_nobody_reads_why(self):
+        process = fork_server.start(replace_without_stderr)
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+
     def test_a_process_waits_for_a_roster_with_itself_and_for_all_others(self):
         store = DictStore()
         publish(store, Roster(0, (0, 1)))

@@ -150,7 +150,7 @@ class HostChannels:
         Returns:
             The messages, to wait for.
         """
-        thread = self._groups.thread("post")  # started first, and so ended first
+        thread = self._groups.thread("post")
         found: list[PendingReceive] = []
         posts: list[Callable[[], None]] = []
         for source, action, layout in requests:
@@ -205,6 +205,9 @@ class HostChannels:
 
     def close(self) -> None:
         """Close connections where a thread waits for a message that will never come."""
+        self._groups.close_threads("post")  # it gives work to the threads that receive
+        if self._groups.interrupted:
+            self.release_buffers()  # a thread that is left behind would keep them
         for (source, to), group in self._groups.pairs.items():
             if to == self._groups.position.rank and self._groups.busy(f"from {source}"):
                 close_group(group)

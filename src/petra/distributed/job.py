@@ -155,11 +155,13 @@ def join(
             if _another_generation(*generation, lost=isinstance(error, LostRank)):
                 watchdog.close()
                 transport.close_threads()
+                transport.groups.leave_behind()
                 _leave()
                 raise GenerationOver from None
         with suppress(ValueError):  # outside the main thread
             # torchrun sends it when the first process exits, which must not interrupt the report.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        transport.groups.leave_behind()  # this process must not wait for others when it ends
         message = watchdog.diagnose(error) if isinstance(error, LostRank) else f"{transport.position}: {error}"
         if message is None or not watchdog.report_failure(message):
             raise ReportedElsewhere(2 if isinstance(error, ValueError | OSError) else 1) from error
@@ -233,8 +235,8 @@ def _guarded(generation: tuple[Membership, Roster] | None) -> Iterator[None]:
             while not connected.wait(GENERATION_INTERVAL):
                 if membership.generation != roster.generation and not connected.wait(CONNECT_PATIENCE):
                     membership.replace_this_process(
-                        f"process {membership.number} has tried to connect to a lost process for "
-                        f"{CONNECT_PATIENCE:.0f} s: it is replaced"
+                        f"process {membership.number} is replaced: it was still connecting {CONNECT_PATIENCE:.0f} s "
+                        "after a process was lost"
                     )
 
     thread = threading.Thread(target=guard, name="petra-connecting", daemon=True)

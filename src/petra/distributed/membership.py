@@ -10,9 +10,11 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 MEMBER = "PETRA_MEMBER"
@@ -190,7 +192,10 @@ class Membership:
         Args:
             reason: The reason, which is printed.
         """
-        print(f"petra: {reason}", file=sys.stderr, flush=True)
+        said = partial(print, f"petra: {reason}", file=sys.stderr, flush=True)
+        printing = threading.Thread(target=said, daemon=True)
+        printing.start()
+        printing.join(1.0)  # nobody may read it
         os.kill(os.getpid(), signal.SIGKILL)
 
     def report_progress(self, value: int) -> None:

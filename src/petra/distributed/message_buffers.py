@@ -41,7 +41,7 @@ class MessageBuffers:
 class SendBuffers:
     """Messages in host memory that are sent again and again, each with other values.
 
-    Only the thread that trains calls it, and gives a message back when it has left.
+    The thread that trains takes messages. The thread that waits until they have left gives them back.
 
     Args:
         pinned: Whether the memory is pinned.

@@ -1,7 +1,10 @@
-"""The process groups of one process, and the interruption of all that waits for them."""
+"""The process groups of one process, and how waiting for them is interrupted."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +24,8 @@ UNUSED_TAG = 2**30
 """A tag that no message has."""
 INTERRUPT_INTERVAL = 0.05
 """Seconds between two checks for an interruption while the rank waits."""
+DESTROY_INTERVAL = 1.0
+"""Seconds between two attempts to destroy groups that are left behind."""
 THREADS_LIMIT, INTERRUPTED_LIMIT = 2.0, 0.1
 """Seconds that I/O threads have to end, at the end of a job and after an interruption."""
 
@@ -34,9 +39,9 @@ class LostRank(RuntimeError):
 class ProcessGroups:
     """The process groups of one process.
 
-    If a connection is closed while a part of a message has arrived or left, gloo still waits until its timeout. So
-    threads wait for gloo, and the rank waits for the threads. After an interruption, the rank no longer waits, and
-    threads that are stuck are left behind.
+    If a connection is closed in the middle of a message, gloo keeps waiting until its timeout. Therefore, threads wait
+    for gloo, and the rank waits for the threads. After an interruption, the rank no longer waits, and threads that are
+    stuck are left behind.
 
     Args:
         mesh: The processes by rank and replica.
@@ -50,10 +55,12 @@ class ProcessGroups:
         self._timeout = timeout
         self.interrupted = False
         self.connecting = False
-        """True while this process connects to others, which nothing can interrupt."""
+        """True while this process connects to others. This cannot be interrupted."""
         self.replicas = mesh.get_group("data")
         """The replicas of this rank."""
-        self._opened = [dist.group.WORLD, mesh.get_group("pipeline"), self.replicas]
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        self._opened = [everyone, mesh.get_group("pipeline"), self.replicas]
         self.pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         """The groups of two ranks that exchange messages, by the one that sends and the one that receives."""
         self._threads: dict[str, IOThread] = {}
@@ -80,6 +87,8 @@ class ProcessGroups:
             self.connecting = False
         if isinstance(group, dist.ProcessGroup):  # this process is in it
             self._opened.append(group)
+            if self.interrupted:  # meanwhile
+                close_group(group)
         return group
 
     def connect(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -108,11 +117,19 @@ class ProcessGroups:
         """Make all communication fail from now on, also where this process waits for it."""
         self.interrupted = True
         for group in self._opened:
-            if group is not None:
-                close_group(group)
+            close_group(group)
+
+    def leave_behind(self) -> None:
+        """Let a thread destroy the groups when nothing else refers to them.
+
+        The destructor of a group waits until its operations have ended, which may take as long as their timeout.
+        """
+        groups, self._opened = self._opened, []
+        self.pairs.clear()
+        threading.Thread(target=_destroy, args=(groups,), name="petra-old-groups", daemon=True).start()
 
     def wait_for(self, task: Task[Result]) -> Result:
-        """Wait for a task that communicates, unless it is interrupted.
+        """Wait for a task that communicates, until it has finished or the groups are interrupted.
 
         Args:
             task: The task of a thread.
@@ -138,7 +155,13 @@ class ProcessGroups:
         Returns:
             The result of the function.
         """
-        return self.wait_for(self.thread(name).submit(communicate))
+        inference = torch.is_inference_mode_enabled()  # which belongs to a thread
+
+        def work() -> Result:
+            with torch.inference_mode(inference):
+                return communicate()
+
+        return self.wait_for(self.thread(name).submit(work))
 
     def thread(self, name: str) -> IOThread:
         """Return the thread of a name; it is started when it is first needed."""
@@ -150,10 +173,14 @@ class ProcessGroups:
         """Return whether a thread works or waits."""
         return name in self._threads and self._threads[name].busy
 
-    def close_threads(self) -> None:
-        """End the threads, in the order in which they were started. Those that are stuck are left behind."""
-        close_threads(self._threads.values(), INTERRUPTED_LIMIT if self.interrupted else THREADS_LIMIT)
-        self._threads.clear()
+    def close_threads(self, *names: str) -> None:
+        """End threads, in the order in which they were started. Those that are stuck are left behind.
+
+        Args:
+            *names: The names of the threads; all by default.
+        """
+        found = [self._threads.pop(name) for name in names or [*self._threads] if name in self._threads]
+        close_threads(found, INTERRUPTED_LIMIT if self.interrupted else THREADS_LIMIT)
 
     def post_send(self, to: int, pieces: list[Tensor]) -> Callable[[], None]:
         """Start sending a message, and return a function that waits until it has left."""
@@ -227,3 +254,11 @@ def close_group(group: dist.ProcessGroup) -> None:
             if "Timed out" in str(error):
                 return
             # The connection to this process is closed already.
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        time.sleep(DESTROY_INTERVAL)
+        for index in reversed(range(len(groups))):
+            if sys.getrefcount(groups[index]) <= 2:  # the list and the argument
+                del groups[index]

@@ -81,7 +81,7 @@ class ProcessTransport(Transport):
         )
         # For each recent tick: receiving ranks, and functions that wait until the message has left.
         self._pending_sends: deque[list[tuple[int, Callable[[], None]]]] = deque([[]])
-        # The same for the ticks before, for whose messages a thread waits.
+        # The same for earlier ticks: a thread waits for their messages.
         self._leaving: deque[list[tuple[int, Callable[[], None]]]] = deque()
         _transports.add(self)
         self.latency = max(4, shape[0])
@@ -96,7 +96,7 @@ class ProcessTransport(Transport):
         self.groups.interrupt()
 
     def wait_for(self, task: Task[Result]) -> Result:
-        """Wait for a task that communicates, unless the transport is interrupted.
+        """Wait for a task that communicates, until it has finished or the transport is interrupted.
 
         Args:
             task: The task of a thread.
@@ -136,12 +136,12 @@ class ProcessTransport(Transport):
     def flush(self) -> None:
         while self._pending_sends:
             self._hand_over()
+        self._pending_sends.append([])
         while self._leaving:
             self._wait_for_sends()
-        self._pending_sends.append([])
 
     def _hand_over(self) -> None:
-        """Let a thread wait for the messages of the oldest tick, where the wait would block."""
+        """With gloo, let a thread wait for the messages of the oldest tick."""
         self._leaving.append(self._channels.begin_waits(self._pending_sends.popleft()))
 
     def _wait_for_sends(self) -> None:
@@ -156,6 +156,8 @@ class ProcessTransport(Transport):
     def close_threads(self) -> None:
         """End the I/O threads. Those that wait for messages which will never come are left behind."""
         self._channels.close()
+        if self.groups.busy("with others") or self.groups.busy("sent"):
+            self.groups.interrupt()
         self.groups.close_threads()
 
     def gather(self, value: Any) -> list[Any]:
@@ -258,7 +260,7 @@ class ProcessTransport(Transport):
 
         def finish() -> list[float]:
             with self.activity.waiting(None), self.groups.named(None, "receive from"):
-                work.wait()
+                work.wait()  # of a few bytes, which seldom move in part
             return combined.tolist()
 
         return finish

@@ -18,11 +18,9 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from petra.distributed.membership import Membership, Roster
@@ -42,7 +40,7 @@ SILENCE_LIMIT = 3.0
 STORE_LIMIT = 30.0
 """Seconds without an answer of the store after which it counts as lost, if the timeout is not longer."""
 CONNECT_PATIENCE = 3.0
-"""Seconds that a process may still connect after the generation is over; nothing interrupts it."""
+"""Seconds that a process may keep connecting after its generation is over, before it is replaced."""
 GENERATION_INTERVAL = 0.1
 """Seconds between two polls for a new generation."""
 DIAGNOSIS_TIMEOUT = 3 * SILENCE_LIMIT
@@ -193,9 +191,9 @@ class Watchdog:
             limit = min(CONNECT_PATIENCE, self._timeout) if generation.connecting() else self._timeout
             if seconds >= limit:
                 name = self._names[self._process]
-                where = f"in {_describe(self._activity.tick, self._activity.what, None)} ({_calls_of_main_thread()})"
                 generation.membership.replace_this_process(
-                    f"{name} has not noticed for {seconds:.0f} s that a process was lost, {where}: it is replaced"
+                    f"{name} is replaced: it has not reacted to the loss of a process for {seconds:.0f} s. It was in "
+                    f"{_describe(self._activity.tick, self._activity.what, None)} ({_calls_of_main_thread()})"
                 )
                 return
 
@@ -232,8 +230,9 @@ class Watchdog:
         while not self._closing.wait(INTERVAL) and self._thread.is_alive():
             polls, silent = self._polls, silent + 1 if self._polls == polls else 0
             if silent * INTERVAL > limit:
-                message = f"{self._names[self._process]}: the store of the job has not answered for {limit:.0f} s"
-                print(f"petra: error: {message}: check the network", file=sys.stderr, flush=True)
+                if self._generation is None or self._process == 0:  # else the store is on this machine, for all alike
+                    message = f"{self._names[self._process]}: the store of the job has not answered for {limit:.0f} s"
+                    print(f"petra: error: {message}: check the network", file=sys.stderr, flush=True)
                 self._exit(1)
 
     def _poll(self) -> None:
@@ -329,6 +328,9 @@ def _describe(tick: int, what: str, waiting_for: int | None) -> str:
 
 def _calls_of_main_thread() -> str:
     """Return the innermost calls of the main thread, for a message."""
+    calls: list[str] = []
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    calls = traceback.extract_stack(frame)[-4:] if frame is not None else []
-    return ", ".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls)
+    while frame is not None and len(calls) < 4:  # without the source, because reading files may be what is stuck
+        calls.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return ", called by ".join(calls)
