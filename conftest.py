@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import os
 
 import pytest
@@ -23,3 +24,9 @@ def device(request, monkeypatch):
 def pytest_collection_modifyitems(items):
     """Run tests that wait for other processes first, so that nobody waits for them at the end."""
     items.sort(key=lambda item: item.path.name not in ("test_jobs.py", "test_ranks.py"))
+
+
+def pytest_collection_finish():
+    """Exclude the modules of PyTorch and of the tests from garbage collections, each of which would visit them."""
+    gc.collect()
+    gc.freeze()

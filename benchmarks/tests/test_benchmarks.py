@@ -227,22 +227,21 @@ def test_a_peer_that_fails_is_reported_and_the_others_are_measured(monkeypatch, 
 
 
 @pytest.mark.slow
-def test_ticks_of_ranks_are_measured_in_a_smoke_run_that_stores_nothing(tmp_path):
-    script = ROOT / "benchmarks/tick/ranks.py"
-    command = [sys.executable, script, "--smoke", "--out", tmp_path / "ranks.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].split()[:2] == ["2", "eager"]
+def test_ticks_of_ranks_are_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monkeypatch, capsys):
+    (module,) = import_scripts("benchmarks/tick", "ranks")
+    monkeypatch.setattr(sys, "argv", ["ranks.py", "--smoke", "--out", str(tmp_path / "ranks.json")])
+    module.main()
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["2", "eager"]
     assert not (tmp_path / "ranks.json").exists()
 
 
 @pytest.mark.slow
-def test_the_host_time_of_a_tick_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path):
-    script = ROOT / "benchmarks/tick/host_time.py"
-    command = [sys.executable, script, "--smoke", "--ways", "no communication", "--out", tmp_path / "host-time.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("no communication")
+def test_the_host_time_of_a_tick_is_measured_in_a_smoke_run_that_stores_nothing(tmp_path, monkeypatch, capsys):
+    (module,) = import_scripts("benchmarks/tick", "host_time")
+    out = str(tmp_path / "host-time.json")
+    monkeypatch.setattr(sys, "argv", ["host_time.py", "--smoke", "--ways", "no communication", "--out", out])
+    module.main()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no communication")
     assert not (tmp_path / "host-time.json").exists()
 
 

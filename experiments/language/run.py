@@ -135,7 +135,7 @@ def train(given: argparse.Namespace, trials: list[Trial], extra: list[str], bega
     given.out.mkdir(parents=True, exist_ok=True)
     if given.smoke and not (given.data / "tokens.json").exists():
         text = given.out / "text.txt"
-        text.write_text(made_text(20_000))
+        text.write_text(made_text(7_000))
         command = ["tokenize", "--train", str(text), "--vocab-size", "300", "--out", str(given.data)]
         subprocess.run([sys.executable, "-m", "petra", *command], check=True)
     if given.train_tokens:

@@ -26,7 +26,7 @@ from petra.schedule import Action, Deadlock, Kind
 
 pytestmark = pytest.mark.slow
 
-TICKS = 14
+TICKS = 12
 METHODS = ["petra", "delayed", "checkpointed", "backprop 1f1b", "reversible 1f1b", "reversible"]
 
 
@@ -57,7 +57,7 @@ def layouts(draw):
     return sizes, placement
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(layouts(), st.integers(1, 3), st.sampled_from(METHODS), st.data())
 def test_any_placement_gives_the_bits_of_one_process(layout, k, method, data):
     sizes, placement = layout
@@ -128,7 +128,7 @@ def test_a_layer_that_computes_in_bf16_does_not_unpack_messages(method, monkeypa
         assert [stage.accepts(torch.bfloat16) for stage in trainer.stages] == [True] * 8 + [False]
         for stage in trainer.stages if widened else ():
             monkeypatch.setattr(stage, "accepts", lambda dtype: False)
-        for x, y in batches(20):
+        for x, y in batches(13):
             trainer.step(x.repeat(1, 1, 4, 4), y)
         trainer.drain()
         return trainer.network
@@ -190,19 +190,17 @@ def test_two_streams_go_up_and_four_go_down_at_any_depth(method, dtype, stream, 
             method=method,
             comm_dtype=dtype,
         )
-        for x, y in batches(5):  # all of one size
-            trainer.step(x, y)
-        for x, y in batches(5):
+        for x, y in [*batches(3), *batches(3)]:  # all of one size
             trainer.step(x, y)
         trainer.drain()
         return dict(transport.sent)
 
-    for ranks in (2, 3, 6):
+    for ranks in (2, 3, 5):
         for rank, sent in enumerate(run_together(work, ranks)):
             for (to, kind), count in sent.items():
                 assert to == rank + (1 if kind == "F" else -1)
-                per_edge.setdefault((ranks, kind), set()).add(count / 10)
-    for ranks in (2, 3, 6):
+                per_edge.setdefault((ranks, kind), set()).add(count / 6)
+    for ranks in (2, 3, 5):
         assert per_edge[ranks, "F"] == {2 * stream}
         assert per_edge[ranks, "B"] == {down}
 
@@ -233,7 +231,7 @@ def test_memory_of_a_reversible_rank_does_not_grow_with_the_pipeline():
 def test_replicas_equal_one_pipeline_with_all_their_samples(method, uneven):
     options = {"stages": 3, "accumulate": 2, "method": method, "clip_norm": 1.0}
     expected = train_replicas(uneven=uneven, **options)
-    for ranks, replicas in ((2, 2), (1, 4), (3, 2)):
+    for ranks, replicas in ((3, 2),) if uneven else ((2, 2), (1, 4)):
         found = run_together(lambda t: train_replicas(t, uneven=uneven, **options), ranks, replicas)
         for weights in found:
             for name, value in weights.items():

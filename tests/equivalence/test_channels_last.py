@@ -41,7 +41,7 @@ def data(count):
         yield torch.randn(3, 3, 6, 6, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 2])
 
 
-def trained(net, ticks=14, **options):
+def trained(net, ticks=10, **options):
     trainer = make(net, **{"optimizer": sgd, "stages": len(net), **options})
     for x, y in data(ticks):
         trainer.step(x.contiguous(memory_format=LAST) if any(map(channels_last, net.parameters())) else x, y)
@@ -84,7 +84,7 @@ def test_replayed_ticks_are_the_same(method, optimizer):
 def test_streams_and_gradients_keep_the_layout(name, method):
     trainer = make(network(name).to(memory_format=LAST), method=method, stages=6)
     executor = trainer.executor
-    for x, y in data(14):
+    for x, y in data(9):
         trainer.step(x.contiguous(memory_format=LAST), y)
         waiting = [x for stage in range(6) for x in executor.mailbox.tensors(stage)]
         kept = [x for s in trainer.stages for k in s.saved.values() for streams in k.inputs for x in streams]
@@ -125,7 +125,7 @@ def test_ranks_keep_the_layout():
         mailbox = trainer.executor.mailbox
         take_forward = mailbox.take_forward
         mailbox.take_forward = lambda *where: seen.append(take_forward(*where)) or seen[-1]
-        for x, y in data(14):
+        for x, y in data(10):
             trainer.step(x.contiguous(memory_format=LAST), y)
         trainer.drain()
         assert all(channels_last(x) for streams in seen for x in streams if x.ndim == 4)

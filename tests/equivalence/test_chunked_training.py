@@ -41,7 +41,7 @@ def batch(seed):
     return tokens[:, :-1], targets
 
 
-def train(trainer, ticks=12):
+def train(trainer, ticks=9):
     losses = {}
     for i in range(ticks):
         losses |= {r.microbatch: r.loss for r in trainer.step(*batch(i))}
@@ -130,7 +130,7 @@ def test_captured_ticks_are_ordinary_ticks(method, accumulate, autocast):
     made = options(method, accumulate=accumulate, optimizer=fused, autocast=autocast)
     plain, captured = (make(copy.deepcopy(net), **made) for _ in range(2))
     captured.executor.capture = TickCapture(captured.executor, OperationCapture())
-    for i in range(24):
+    for i in range(12 + 4 * accumulate):
         found = [[(r.loss, r.outputs, r.targets) for r in trainer.step(*batch(i))] for trainer in (plain, captured)]
         assert_equal(*found)
         assert_same(plain, captured)

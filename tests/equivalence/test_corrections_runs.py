@@ -53,7 +53,7 @@ def test_ranks_equal_one_process_bit_for_bit(method, names):
     def work(transport=None, **more):
         trainer = pipeline(transport, method=method, corrections=names, schedule="lock-step", accumulate=2, **more)
         seen = []
-        for x, y in batches(20):
+        for x, y in batches(13):
             trainer.step(x, y)
             seen.append({stage.index: fingerprint(stage) for stage in trainer.stages})
         trainer.drain()
@@ -97,7 +97,7 @@ def test_replicas_equal_one_with_all_samples(names):
 @pytest.mark.parametrize(("method", "names", "k"), [(*one, (1, 3)[i % 2]) for i, one in enumerate(SETS)])
 def test_a_run_continued_from_any_tick_ends_with_the_same_bits(method, names, k):
     options = {"method": method, "corrections": names, "accumulate": k, "schedule": "lock-step"}
-    batch = list(batches(13))
+    batch = list(batches(12))
     straight = pipeline(**options)
     for x, y in batch:
         straight.step(x, y)

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.grids import all_pairs
 from helpers.networks import Classify, Shrink, Split, batches, mixed_network, residual, reversible_network
 from helpers.trainers import make, same_weights, trained
 from hypothesis import given
@@ -89,9 +90,10 @@ def test_every_microbatch_enters_every_stages_updates_exactly_once(method, stage
             assert [a.microbatch for a in seen if a.stage == stage and a.kind is kind] == list(range(m))
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("stages", [1, 2, 3, 6])
-@pytest.mark.parametrize("method", ["petra", "petra-stashed", "checkpointed", "delayed"])
+@pytest.mark.parametrize(
+    ("method", "stages", "k"),
+    all_pairs(("petra", "petra-stashed", "checkpointed", "delayed"), (1, 2, 3, 6), (1, 3)),
+)
 def test_staleness_counted_from_execution(method, stages, k):
     for schedule, factor in (("lock-step", 2), ("low-staleness", 1)):
         trainer = make(mixed_network(), method=method, stages=stages, schedule=schedule, accumulate=k)
@@ -111,9 +113,7 @@ def test_staleness_counted_from_execution(method, stages, k):
             assert delays == {factor * (stages - 1 - stage)}
 
 
-@pytest.mark.parametrize("schedule", ["lock-step", "low-staleness"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("schedule", "stages", "k"), all_pairs(("lock-step", "low-staleness"), (1, 2, 3, 5), (1, 2)))
 def test_without_learning_petra_gives_the_gradients_of_backprop(schedule, stages, k):
     torch.manual_seed(0)
     network = mixed_network().double()

@@ -91,7 +91,7 @@ def assert_same_run(method, network, sizes, data, loss=cross_entropy):
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_equal_their_papers(method, sizes):
     torch.manual_seed(0)
-    assert_same_run(method, conv_network(), sizes, images(40))
+    assert_same_run(method, conv_network(), sizes, images(12))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -121,7 +121,7 @@ def test_one_module_is_backprop(method):
     twin = copy.deepcopy(network)
     for n, name in ((network, method), (twin, "backprop")):
         trainer = make(n, method=name)
-        for x, y in images(40):
+        for x, y in images(12):
             trainer.step(x, y)
         trainer.drain()
     assert same_weights(network, twin)

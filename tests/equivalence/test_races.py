@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.captures import data, fused, tiny, warming
+from helpers.grids import all_pairs
 from helpers.race_detector import RaceRecorder
 from helpers.trainers import make
 from torch import nn
@@ -27,9 +28,7 @@ def record(capture=TickCapture, graph_capture=RaceRecorder, carried_out=None, **
     raise AssertionError(trainer.executor.capture.ineligible_reason)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("method", ["petra", "checkpointed"])
+@pytest.mark.parametrize(("method", "schedule", "accumulate"), all_pairs(["petra", "checkpointed"], SCHEDULES, [1, 2]))
 def test_pipelines_have_no_race(method, schedule, accumulate):
     graph_capture = record(method=method, schedule=schedule, accumulate=accumulate)
     assert graph_capture.races == []
@@ -55,9 +54,9 @@ def test_synthesizers_have_no_race(accumulate, monkeypatch):
     assert record(method="dni", accumulate=accumulate, stages=4).races == []
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("correction", ["predict", "discrepancy"])
+@pytest.mark.parametrize(
+    ("correction", "schedule", "accumulate"), all_pairs(["predict", "discrepancy"], SCHEDULES, [1, 2])
+)
 def test_corrections_have_no_race(correction, schedule, accumulate):
     assert record(corrections=[correction], schedule=schedule, accumulate=accumulate, stages=3).races == []
 
@@ -78,13 +77,16 @@ def test_other_pipelines_have_no_race(options):
     assert record(**options).races == []
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("method", ["petra", "checkpointed", "features-replay"])
+@pytest.mark.parametrize(
+    ("method", "schedule", "accumulate"),
+    [
+        *all_pairs(["petra", "checkpointed"], SCHEDULES, [1, 2]),
+        *(("features-replay", None, accumulate) for accumulate in (1, 2)),
+    ],
+)
 def test_stages_that_share_a_branch_have_no_race(method, schedule, accumulate, monkeypatch):
     monkeypatch.setattr("petra.cudagraph.tick_capture._ENOUGH_ELEMENTS", 1)
-    options = {} if method == "features-replay" else {"schedule": schedule}
-    graph_capture = record(method=method, accumulate=accumulate, **options)
+    graph_capture = record(method=method, schedule=schedule, accumulate=accumulate)
     assert graph_capture.races == []
     assert graph_capture.lanes == {0, 1}
 

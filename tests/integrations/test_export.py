@@ -13,12 +13,12 @@ from petra.integrations import export_onnx, export_program, save_distributed, sa
 
 SMALL = {
     "revnet18": {"in_channels": 1, "num_classes": 4, "width": 4, "depths": (1, 1)},
-    "rev-vit-s": {"image_size": 8, "patch": 4, "depth": 2, "width": 8, "heads": 2, "num_classes": 4, "in_channels": 1},
+    "rev-vit-s": {"image_size": 8, "patch": 4, "depth": 1, "width": 8, "heads": 2, "num_classes": 4, "in_channels": 1},
     "rev-swin-t": {
         "image_size": 16, "patch": 4, "width": 4, "depths": (1, 2), "heads": (1, 2), "window": 2, "in_channels": 1,
         "num_classes": 4,
     },
-    "rev-gpt": {"vocab_size": 30, "seq_len": 8, "depth": 2, "width": 8, "heads": 2},
+    "rev-gpt": {"vocab_size": 30, "seq_len": 8, "depth": 1, "width": 8, "heads": 2},
 }  # fmt: skip
 
 

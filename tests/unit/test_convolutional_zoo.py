@@ -93,7 +93,7 @@ def test_which_layers_are_reversible(name):
         assert len(ordinary) == len(network)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 7])
+@pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("name", REVERSIBLE)
 def test_gradients_and_statistics_equal_plain_autograd(name, depth, device):
     twin = tiny(name, depths=(depth, depth)).to(device)
@@ -163,7 +163,7 @@ def test_every_method_trains_them_however_fine_the_cut(name, method):
     network = tiny(name, depths=(1, 1))
     before = copy.deepcopy(network.state_dict())
     trainer = make(network, method=method, stages=len(network))
-    for x, y in data(name, 10):
+    for x, y in data(name, 6):
         assert all(finished.loss.isfinite() for finished in trainer.step(x, y))
     trainer.drain()
     for n, a in network.named_parameters():

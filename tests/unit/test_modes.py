@@ -60,7 +60,7 @@ def test_evaluation_disturbs_nothing(method):
     twin = copy.deepcopy(network)
     trainers = [make(n, method=method, stages=3, accumulate=2) for n in (network, twin)]
     test = list(batches(2, seed=9))
-    for x, y in batches(13):
+    for x, y in batches(9):
         trainers[0].step(x, y)
         trainers[1].step(x, y)
         trainers[0].evaluate(test)

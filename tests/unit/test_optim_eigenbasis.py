@@ -157,7 +157,7 @@ def test_gradients_that_are_not_finite_give_weights_that_are_not(bad, late):
 def test_a_small_revnet_is_trained(tmp_path):
     """One whose last stages see images of one pixel."""
     network = ["--model", "revnet18", "--width", "8", "--data", "digits", "--optimizer", "soap"]
-    run = ["--device", "cpu", "--threads", "1", "--epochs", "1", "--warmup-epochs", "0"]
+    run = ["--device", "cpu", "--threads", "1", "--epochs", "1", "--warmup-epochs", "0", "--batch-size", "128"]
     assert main(["train", *network, *run, "--quiet", "--out", str(tmp_path / "run")]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert isfinite(summary["test_loss"])

@@ -30,7 +30,7 @@ def allocated(prof):
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_memory_of_stages_is_all_that_is_allocated(method):
     """The count equals that of the allocator to the byte, for every method."""
-    data = list(batches(11))  # the pipeline is full, and half of an update is accumulated
+    data = list(batches(9))  # the pipeline is full, and half of an update is accumulated
     network = mixed_network()
     before = [v.untyped_storage() for v in network.state_dict().values()]
     gc.collect()  # garbage of other tests must not be freed while the profiler is active
@@ -97,7 +97,7 @@ def test_the_probe_agrees_with_activations_and_changes_nothing(method):
     networks = network, copy.deepcopy(network), copy.deepcopy(network)
     probed, counted, alone = (make(n, method=method, stages=4, accumulate=2) for n in networks)
     peak = 0
-    for x, y in batches(9):
+    for x, y in batches(7):
         with MemoryProbe(probed.executor) as probe:
             probed.step(x, y)
         with Activations(counted.executor) as found:

@@ -281,7 +281,7 @@ def test_a_smoke_trains_and_a_second_one_does_not(monkeypatch, tmp_path, capsys)
     for kept in stored.values():
         assert kept["options"]["drop_last"] is False  # given after --
         assert 0 < kept["bits_per_byte"] < 10
-        assert kept["updates"] > 15
+        assert kept["updates"] > 4
     assert "start" in capsys.readouterr().out
     assert call(monkeypatch, *arguments, tmp_path / "runs") == 0
     assert "start" not in capsys.readouterr().out
