@@ -235,6 +235,7 @@ def _plan_config(options: argparse.Namespace, given: dict[str, Any], batch_size:
     others: dict[str, Any]
     others = {"ranks": 1, "stages": 1, "accumulate": 1, "memory_limit": None, "ticks": 1, "no_run": True, "quiet": True}
     others |= {"method": "backprop", "schedule": None, "batch_size": batch_size, "latency": 0.0, "bandwidth": None}
+    others |= {"optimizer": "sgd", "optimizer_state": "float32"}  # `estimate` has the optimizer of each choice
     names: dict[str, Any] = dict.fromkeys(options_of(NetworkOptions))
     return PlanConfig.from_options(
         argparse.Namespace(**{**vars(options), **names, **others, "set": list(given.items())})
