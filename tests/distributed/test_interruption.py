@@ -115,17 +115,6 @@ def test_a_message_that_has_moved_in_part(name, tmp_path):
             process.join()
 
 
-@pytest.fixture
-def transport():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    transport = ProcessTransport()
-    try:
-        yield transport
-        transport.close_threads()
-    finally:
-        dist.destroy_process_group()
-
-
 def test_an_average_is_not_waited_for(transport, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: gate.wait(LIMIT)))

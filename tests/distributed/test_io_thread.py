@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from petra.distributed import LostRank, ProcessTransport
+from petra.distributed import LostRank
 from petra.distributed.io_thread import IOThread, Task
 from petra.pipeline.message_layout import layout_of
 from petra.schedule import Action, Kind
@@ -69,17 +68,6 @@ def test_the_thread_ends_when_its_owner_is_collected():
     while alive("ends") and time.monotonic() < until:
         time.sleep(0.01)
     assert not alive("ends")
-
-
-@pytest.fixture
-def transport():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    transport = ProcessTransport()
-    try:
-        yield transport
-        transport.close_threads()
-    finally:
-        dist.destroy_process_group()
 
 
 def group_with(**operations):
