@@ -115,12 +115,17 @@ def test_a_message_that_has_moved_in_part(name, tmp_path):
             process.join()
 
 
-def test_an_average_is_not_waited_for(transport, monkeypatch):
+@pytest.mark.parametrize(
+    "communicate",
+    [lambda t: t.average([torch.ones(3)]), lambda t: t.maximum_async([1.0])()],
+    ids=["average", "maximum"],
+)
+def test_a_sum_over_processes_is_not_waited_for(communicate, transport, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: gate.wait(LIMIT)))
     threading.Timer(0.1, transport.interrupt).start()
     with pytest.raises(LostRank, match="another generation"):
-        transport.average([torch.ones(3)])
+        communicate(transport)
     gate.set()
 
 

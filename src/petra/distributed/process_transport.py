@@ -260,7 +260,7 @@ class ProcessTransport(Transport):
 
         def finish() -> list[float]:
             with self.activity.waiting(None), self.groups.named(None, "receive from"):
-                work.wait()  # of a few bytes, which seldom move in part
+                self.groups.on_thread(work.wait)
             return combined.tolist()
 
         return finish
